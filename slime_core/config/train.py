@@ -1,0 +1,68 @@
+"""The `train` table: batch arithmetic, optimiser, micro-batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slime_core.config.table import Table
+
+
+class OptimizerConfig(Table):
+    """What every backend understands. The kernel owns these names, whatever the backend calls them."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """AdamW, or plain stochastic gradient descent without momentum (for parity tests)."""
+    lr: float = Field(1e-6, gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Where decay ends."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    lr_warmup_iters: int = Field(0, ge=0)
+    """Optimiser steps of linear warm-up from 0."""
+    lr_decay_iters: int | None = Field(None, gt=0)
+    """Optimiser steps until min_lr; by default those of the whole run."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled; not applied to vectors (norms, biases)."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Global gradient norm is cut to this; 0: never."""
+
+
+class TrainConfig(OptimizerConfig):
+    """How a rollout batch is trained on."""
+
+    num_rollout: int | None = Field(None, ge=0)
+    """Rollout steps of the run. 0: evaluate only. Give this or num_epoch."""
+    num_epoch: int | None = Field(None, gt=0)
+    """Passes over the data; num_rollout = num_epoch x rows // rollout_batch_size."""
+    global_batch_size: int | None = Field(None, gt=0)
+    """Rollouts (trajectories) per optimiser step."""
+    num_steps_per_rollout: int | None = Field(None, gt=0)
+    """Optimiser steps per rollout batch: rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
+    use_dynamic_batch_size: bool = True
+    """Pack micro-batches up to max_tokens_per_gpu; off: micro_batch_size samples each."""
+    max_tokens_per_gpu: int = Field(8192, gt=0)
+    """Tokens in one packed micro-batch, per context-parallel rank."""
+    log_probs_max_tokens_per_gpu: int | None = Field(None, gt=0)
+    """The same for forwards without gradient; by default max_tokens_per_gpu."""
+    micro_batch_size: int = Field(1, gt=0)
+    """Samples in a micro-batch when use_dynamic_batch_size is off."""
+    balance_data: bool = True
+    """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
+    max_skipped_steps: int = Field(3, ge=0)
+    """The run fails after this many non-finite optimiser steps in a row."""
+    on_short_batch: Literal["error", "train"] = "error"
+    """When failures leave fewer rollouts than a step needs."""
+    ref_update_interval: int | None = Field(None, gt=0)
+    """Copy the actor over the reference every so many rollouts."""
+
+    def optimizer_config(self) -> OptimizerConfig:
+        return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})

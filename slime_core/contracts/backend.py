@@ -1,0 +1,186 @@
+"""TrainBackend: one rank's view of a trainable model.
+
+Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_weights`, `save`, `sleep`, `wake`, then
+`close`. All ranks of a role make the same calls in the same order with equally many micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from slime_core.contracts.driver import Driver
+from slime_core.contracts.needs import Need
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_core.config.train import OptimizerConfig
+    from slime_core.contracts.loss import Segments
+    from slime_core.types.batch import Float32
+    from slime_core.types.microbatch import MicroBatch
+    from slime_core.types.report import StepReport
+    from slime_core.types.weights import Bucket
+
+ACTOR = "actor"
+"""Name of the trained weights in `score(weights=...)`."""
+REFERENCE = "reference"
+TEACHER = "teacher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a rank stands. Ranks of one `dp_rank` work on the same samples."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    reports: bool = True
+    """One of the ranks that hold the same tokens reports their metric sums and scores; the others do not."""
+    micro_batch_multiple: int = 1
+    """The count of micro-batches per rank must divide by it (virtual pipeline stages)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSetup:
+    """All that a rank is told before it builds the model."""
+
+    role: str
+    rank: int
+    world_size: int
+    local_rank: int
+    rendezvous: str
+    """`init_method` of torch.distributed, such as tcp://127.0.0.1:29500; unused with one rank."""
+    device: Literal["cpu", "cuda"]
+    model_path: Path
+    """A Hugging Face folder: config, weights, tokenizer."""
+    head: Literal["lm", "value"] = "lm"
+    """`value`: the language-model head is replaced by a linear to one number, fresh if the folder has none."""
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    """Frozen weights to hold beside the trained ones: name (REFERENCE, TEACHER) to HF folder."""
+    optimizer: OptimizerConfig
+    total_steps: int
+    """Optimiser steps of the whole run, for the learning-rate schedule."""
+    seed: int
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """float32 (T',) for one micro-batch, T' = the response tokens this rank holds (`MicroBatch.rows`)."""
+
+    log_probs: Float32 | None = None
+    entropy: Float32 | None = None
+    values: Float32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObjectiveOutput:
+    """`loss` is this micro-batch's share of the step's loss: shares add up over micro-batches and ranks, with no
+    averaging. `sums` are detached scalars that add up to metrics in the same way."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+
+
+class Objective(Protocol):
+    """The kernel's loss over one micro-batch, built from the recipe. A backend calls it, and knows no algorithm."""
+
+    @property
+    def reads_values(self) -> bool:
+        """True for a critic: give `values`; else give `log_probs`."""
+
+    @property
+    def wants_entropy(self) -> bool: ...
+
+    @property
+    def entropy_has_gradient(self) -> bool:
+        """False: compute entropy without keeping activations."""
+
+    def __call__(
+        self,
+        micro: MicroBatch,
+        *,
+        segments: Segments,
+        log_probs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        """Tensors are (T',) float32, on the device of `micro`'s columns. T' = 0 gives a zero with a graph."""
+
+
+class TrainBackend(ABC):
+    """See the module's calling order."""
+
+    @abstractmethod
+    def setup(self, setup: TrainerSetup) -> Layout:
+        """Joins the process group, loads the model and its copies, builds optimiser and schedule."""
+
+    @abstractmethod
+    def score(
+        self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
+    ) -> list[Scores]:
+        """Forward without gradient, under the trained weights or one of the copies. Micro-batches are on the CPU."""
+
+    @abstractmethod
+    def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
+        """Forward and backward of every micro-batch, gradients summed over them and over all ranks (undoing any
+        averaging), clip, one optimiser step, one step of the schedule. Non-finite loss or norm: nothing is changed and
+        the report says `skipped`."""
+
+    @abstractmethod
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
+        """Whole tensors under their Hugging Face names, in a fixed order, in buckets of about `bucket_bytes`. Every
+        rank must exhaust the iterator; rank 0 yields the buckets, the others None."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Weights, optimiser, schedule and this rank's random state, into an existing folder that all ranks share."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """What `save` wrote. Raises CheckpointError if it is incomplete or of another shape."""
+
+    @abstractmethod
+    def save_hf(self, folder: Path) -> None:
+        """safetensors and config that `transformers` loads; the tokenizer is the kernel's business."""
+
+    @abstractmethod
+    def refresh_copy(self, name: str) -> None:
+        """Copies the trained weights over the frozen copy `name`."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Gives the device memory back (weights, gradients, optimiser go to the host)."""
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the process group."""
+
+
+class BackendDriver(Driver[TrainBackend]):
+    provides: ClassVar[frozenset[Need]] = frozenset(
+        {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
+    )
+
+    @classmethod
+    def least_ranks(cls, config: Any) -> int:
+        """How many ranks the layout needs at least."""
+        return 1
+
+    @classmethod
+    @abstractmethod
+    def layout(cls, config: Any, rank: int, world_size: int) -> Layout:
+        """Pure; the config has passed `problems`."""
+
+    @classmethod
+    def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
+        """Everything that does not fit between options, ranks and the model's config.json; empty if all does."""
+        return []

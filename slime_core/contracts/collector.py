@@ -1,0 +1,29 @@
+"""Collector: how the groups of one training step come together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from slime_core.rollout.context import RolloutContext
+    from slime_core.types.sample import SampleGroup
+
+
+class Collector(ABC):
+    """The kernel's own (`accepted`) asks the buffer for prompts, generates, scores and filters."""
+
+    @abstractmethod
+    async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
+        """Exactly `rollout_batch_size` accepted groups, in submission order; RolloutError if they cannot be had."""
+
+
+class CollectorDriver(Driver[Collector]):
+    """Chosen by rollout.collector."""
+
+    @classmethod
+    def needs_engine(cls, config: Any) -> bool:
+        """False: steps come from elsewhere (a dump), so no engine is started."""
+        return True

@@ -1,0 +1,34 @@
+"""Driver: what an entry point names. It holds metadata and a Config and imports nothing heavy; `build` does that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from slime_core import API_VERSION
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DriverConfig(BaseModel):
+    """Base of every plugin's options: frozen, strict about names, a docstring under every field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Driver(ABC, Generic[T_co]):
+    """A named choice. Subclasses set `Config` and implement `build`; the class itself is never instantiated.
+
+    The module that defines a driver imports neither torch nor ray nor an engine: listing plugins and checking a
+    config must stay fast, and workers resolve the same driver again by name.
+    """
+
+    api_version: ClassVar[int] = API_VERSION
+    Config: ClassVar[type[DriverConfig]] = DriverConfig
+
+    @classmethod
+    @abstractmethod
+    def build(cls, config: Any) -> T_co:
+        """The object of the contract. `config` is an instance of `cls.Config`; heavy imports happen here."""

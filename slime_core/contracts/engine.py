@@ -1,0 +1,120 @@
+"""RolloutEngine: continues token sequences, with weights that a trainer brings.
+
+Calling order: `start`; `load_bucket` until the last one; any number of `generate` at once; for new weights `pause`,
+`load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may not block it for longer than one decode
+step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from slime_core.types.completion import Completion, GenerateRequest
+    from slime_core.types.weights import Bucket
+
+
+class Capability(StrEnum):
+    """What an engine may offer beyond plain generation; asking for a missing one is a config error."""
+
+    DETERMINISTIC = "deterministic"
+    """Equal requests submitted together under equal weights give equal bits."""
+    BATCH_INVARIANT = "batch_invariant"
+    """...whatever else runs beside them."""
+    TOP_P_IDS = "top_p_ids"
+    """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
+    ROUTED_EXPERTS = "routed_experts"
+    VERSION_SPANS = "version_spans"
+    """Reports the policy version of each token span, also when weights change under a running request."""
+    SLEEP = "sleep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    index: int
+    """Which engine of the run this is."""
+    model_path: Path
+    """Hugging Face folder: architecture, tokenizer, and the weights to start with."""
+    device: Literal["cpu", "cuda"]
+    seed: int
+    max_context_len: int
+    """Tokens of prompt and response together that a request may reach."""
+    max_batch: int
+    """Sequences that the run will have in flight on this engine at most."""
+    run_dir: Path
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What `start` found out."""
+
+    capabilities: frozenset[Capability]
+    address: str | None = None
+    """Where it can be reached by HTTP, if it can."""
+
+
+class RolloutEngine(ABC):
+    """See the module's calling order."""
+
+    @abstractmethod
+    async def start(self, setup: EngineSetup) -> EngineInfo: ...
+
+    @abstractmethod
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Answers in the order of the requests. Requests of one call enter the engine together; calls overlap."""
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ends these requests (None: all) with what they have; their `generate` returns finish reason abort."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """No decode step runs until `resume`; running requests keep their tokens."""
+
+    @abstractmethod
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Loads whole tensors by name, after checking the checksum. With the last bucket of a version it becomes the
+        engine's version, cached prefixes of older ones are dropped, and later tokens carry it in their spans."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def version(self) -> int:
+        """Of the weights that the next token is sampled from; -1 before the first load."""
+
+    @abstractmethod
+    async def checksum(self) -> str:
+        """xxh3-64 over all weights, in the order of names: equal to the exporter's when nothing was lost."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Gives the device memory of weights and caches back; only while nothing runs."""
+
+    @abstractmethod
+    async def wake(self) -> None: ...
+
+    @abstractmethod
+    async def health(self) -> None:
+        """Returns soon if the engine can serve; raises EngineError if not."""
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+
+class EngineDriver(Driver[RolloutEngine]):
+    transports: ClassVar[tuple[str, ...]] = ()
+    """Names of weight transports that it understands, the preferred one first."""
+
+    @classmethod
+    def problems(cls, config: Any) -> list[str]:
+        """Options that cannot work together or on this machine."""
+        return []

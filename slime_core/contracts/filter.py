@@ -1,0 +1,46 @@
+"""GroupFilter: which finished groups are trained on. BufferFilter: which waiting groups go next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from slime_core.buffer.item import BufferItem
+    from slime_core.types.sample import SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterDecision:
+    keep: bool
+    reason: str = ""
+    """Why not: counted as `rollout/dynamic_filter/drop_<reason>`."""
+    keep_when_insufficient: bool = False
+    """Dropped only as long as enough candidates remain for the batch."""
+
+
+class GroupFilter(ABC):
+    """Pure. Sees a group with its rewards before shaping."""
+
+    @abstractmethod
+    def decide(self, group: SampleGroup) -> FilterDecision: ...
+
+
+class FilterDriver(Driver[GroupFilter]):
+    """Named in `rollout.filters`; they run in that order and the first that drops ends it."""
+
+
+class BufferFilter(ABC):
+    """Chooses from what waits in the buffer (returned, partial and surplus groups), before new prompts are drawn."""
+
+    @abstractmethod
+    def select(self, items: Sequence[BufferItem], num_groups: int) -> list[int]:
+        """Positions in `items` of at most `num_groups` items, in the order in which they are to go."""
+
+
+class BufferFilterDriver(Driver[BufferFilter]):
+    """Named in `rollout.buffer_filter`; registered in slime.filters too."""

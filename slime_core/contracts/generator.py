@@ -1,0 +1,56 @@
+"""Generator: answers one prompt with one or more samples, in one turn or many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_core.rollout.trajectory import Trajectory
+    from slime_core.types.completion import Completion, SamplingParams
+    from slime_core.types.prompt import Prompt
+    from slime_core.types.sample import Sample
+
+
+class Episode(Protocol):
+    """One answer to be produced: what the kernel hands to a generator."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """As configured for the run or the evaluation set; `max_new_tokens` is the budget of the whole response."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def evaluation(self) -> bool: ...
+
+    def trajectory(self) -> Trajectory:
+        """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it."""
+
+    async def complete(
+        self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None
+    ) -> Completion:
+        """One engine call. Token in, token out: continue from `Trajectory.tokens`, never from re-tokenised text."""
+
+
+class Generator(ABC):
+    """Stateless between episodes; many episodes run at once in one event loop, so nothing may block."""
+
+    @abstractmethod
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        """At least one sample. Samples of one episode share its rollout id unless the generator says otherwise."""
+
+
+class GeneratorDriver(Driver[Generator]):
+    """Chosen by --generate."""

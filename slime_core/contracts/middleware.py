@@ -1,0 +1,29 @@
+"""RouterMiddleware: sees every generate request on its way to an engine, and the answer on its way back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from slime_core.types.completion import Completion, GenerateRequest
+
+Next: TypeAlias = "Callable[[GenerateRequest], Awaitable[Completion]]"
+
+
+class RouterMiddleware(ABC):
+    """Named in `router.middlewares`, outermost first. One instance serves all requests of a run."""
+
+    @abstractmethod
+    async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion: ...
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Counters since the start."""
+        return {}
+
+
+class MiddlewareDriver(Driver[RouterMiddleware]):
+    """Chosen by router.middlewares."""

@@ -1,0 +1,59 @@
+"""DataSource: where prompts come from. Its position is part of the run's state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from slime_core.types.prompt import Prompt
+
+
+class Renderer(Protocol):
+    """Turns a raw row into a prompt: keys, chat template, tokens. The kernel's; sources only call it."""
+
+    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str) -> Prompt:
+        """DataError names `origin` if a key is missing or the template fails."""
+
+    def accepts(self, prompt: Prompt) -> bool:
+        """False if it is longer than the maximum prompt length."""
+
+
+class DataSource(ABC):
+    """Draws are numbered for ever; epochs wrap as often as needed."""
+
+    @abstractmethod
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next draws. Fewer than asked only if the source has ended."""
+
+    @abstractmethod
+    def state(self) -> Mapping[str, Any]:
+        """Position, as JSON: with it `restore` continues with the same draws in the same order."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int | None:
+        """Rows of one epoch after slicing and length filter; None: not known or without end."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes when the data do."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Counters to log once, such as rows that were filtered or skipped."""
+        return {}
+
+
+class SourceDriver(Driver["SourceFactory"]):
+    """Chosen by data.source; `build` returns a callable that makes the source once the tokenizer is there."""
+
+
+class SourceFactory(Protocol):
+    def __call__(self, renderer: Renderer, *, seed: int) -> DataSource: ...

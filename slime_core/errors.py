@@ -1,0 +1,103 @@
+"""The error tree. A `SlimeError` is something the user can mend: its text says what was asked, where, what there is,
+and what to type. The command line prints it as one paragraph and exits with `exit_code`; anything else is a bug and
+keeps its traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class SlimeError(Exception):
+    """Base of all errors that are addressed to the user."""
+
+    exit_code = 1
+
+
+class ConfigError(SlimeError):
+    """The run file, a flag or a plugin option is wrong. Carries every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PluginError(SlimeError):
+    """A plugin is missing, broken, offered twice, or speaks another version of the contracts."""
+
+    exit_code = 2
+
+
+class DataError(SlimeError):
+    """A data file or a row of one cannot be used."""
+
+    exit_code = 3
+
+
+class ModelError(SlimeError):
+    """A model folder or a tokenizer cannot be used as asked."""
+
+    exit_code = 3
+
+
+class RewardError(SlimeError):
+    """A reward raised, ran out of time, or returned something that is not a finite number."""
+
+    exit_code = 4
+
+
+class RolloutError(SlimeError):
+    """Generation cannot yield the groups a step needs."""
+
+    exit_code = 4
+
+
+class EngineError(SlimeError):
+    """A rollout engine died, hung, or answered with something that cannot be right."""
+
+    exit_code = 5
+
+
+class TrainingError(SlimeError):
+    """A training step cannot go on, for example after too many non-finite steps in a row."""
+
+    exit_code = 6
+
+
+class CheckpointError(SlimeError):
+    """A checkpoint is missing, cut short, or belongs to another run."""
+
+    exit_code = 7
+
+
+class StorageError(SlimeError):
+    """A file could not be written, most often because the disk is full."""
+
+    exit_code = 8
+
+
+class Interrupted(SlimeError):
+    """The user pressed Ctrl-C; what was finished has been saved."""
+
+    exit_code = 130
+
+
+def near_matches(asked: str, known: Iterable[str]) -> list[str]:
+    """Up to three of `known` that look like `asked`, best first; `-` and `_` count as the same character."""
+    spelled = {name.replace("-", "_").lower(): name for name in known}
+    found = difflib.get_close_matches(asked.replace("-", "_").lower(), spelled, n=3, cutoff=0.6)
+    return [spelled[name] for name in found]
+
+
+def unknown_name(where: str, asked: str, kind: str, known: Sequence[str], *, hint: str = "") -> str:
+    """The sentence for a name that nothing answers to.
+
+    >>> unknown_name("algo.name", "gsp0", "algorithm", ["grpo", "gspo"])
+    'algo.name = "gsp0": unknown algorithm; close match: gspo. Available: grpo, gspo.'
+    """
+    close = near_matches(asked, known)
+    matched = f"; close match: {', '.join(close)}" if close else ""
+    available = ", ".join(known) if known else "none"
+    return f'{where} = "{asked}": unknown {kind}{matched}. Available: {available}.{hint and " " + hint}'

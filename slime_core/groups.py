@@ -1,0 +1,39 @@
+"""The entry-point groups: which names a distribution can register, and the pluggy group for observers."""
+
+from typing import Final
+
+BACKENDS: Final = "slime.backends"
+ENGINES: Final = "slime.engines"
+ALGORITHMS: Final = "slime.algorithms"
+ADVANTAGES: Final = "slime.advantages"
+LOSSES: Final = "slime.losses"
+KL: Final = "slime.kl"
+CORRECTIONS: Final = "slime.corrections"
+REWARDS: Final = "slime.rewards"
+FILTERS: Final = "slime.filters"
+GENERATORS: Final = "slime.generators"
+COLLECTORS: Final = "slime.collectors"
+SOURCES: Final = "slime.sources"
+MIDDLEWARES: Final = "slime.middlewares"
+TRANSPORTS: Final = "slime.transports"
+TRACKERS: Final = "slime.trackers"
+HOOKS: Final = "slime"
+"""pluggy hook modules; every installed one is loaded."""
+
+DRIVER_GROUPS: Final = (
+    BACKENDS,
+    ENGINES,
+    ALGORITHMS,
+    ADVANTAGES,
+    LOSSES,
+    KL,
+    CORRECTIONS,
+    REWARDS,
+    FILTERS,
+    GENERATORS,
+    COLLECTORS,
+    SOURCES,
+    MIDDLEWARES,
+    TRANSPORTS,
+    TRACKERS,
+)

@@ -1,0 +1,1 @@
+"""Prompts to accepted groups: concurrency, filters, retries, rewards."""

@@ -1,0 +1,102 @@
+"""Trajectory: tokens of one answer as they come in, from the model and from its environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.types.completion import Completion, FinishReason
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Sample, Status, VersionSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STATUS_OF_FINISH = {
+    FinishReason.STOP: Status.COMPLETED,
+    FinishReason.LENGTH: Status.TRUNCATED,
+    FinishReason.ABORT: Status.ABORTED,
+}
+
+
+class Trajectory:
+    """Tokens, mask, log-probs and version spans grow together, so they have equal length at all times.
+
+    What the model wrote is appended with mask 1; what a tool or another agent wrote with mask 0 and log-prob 0.
+    """
+
+    def __init__(self, prompt: Prompt, *, index: int, rollout_id: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.prompt = prompt
+        self.index = index
+        self.rollout_id = rollout_id
+        self._tokenizer = tokenizer
+        self._tokens: list[npt.NDArray[np.int32]] = []
+        self._mask: list[npt.NDArray[np.uint8]] = []
+        self._log_probs: list[npt.NDArray[np.float32]] = []
+        self._spans: list[VersionSpan] = []
+        self._length = 0
+        self.status = Status.PENDING
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """(T,) prompt and response so far: what to continue from."""
+        return np.concatenate([self.prompt.token_ids, *self._tokens])
+
+    @property
+    def response_length(self) -> int:
+        return self._length
+
+    def append_completion(self, completion: Completion) -> None:
+        """What the model wrote. Sets the status from the finish reason."""
+        length = len(completion.token_ids)
+        self._spans += [VersionSpan(v, s + self._length, e + self._length) for v, s, e in completion.spans if e > s]
+        self._append(completion.token_ids, np.ones(length, np.uint8), completion.log_probs)
+        self.status = STATUS_OF_FINISH[completion.finish_reason]
+
+    def append_environment(self, token_ids: npt.ArrayLike) -> None:
+        """What a tool or the environment wrote: seen by the model, never trained."""
+        tokens = np.asarray(token_ids, np.int32)
+        self._append(tokens, np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32))
+
+    def finish(
+        self, *, status: Status | None = None, reward: float | None = None, metadata: dict[str, Any] | None = None
+    ) -> Sample:
+        """The sample. `status` overrides what the last completion said."""
+        response = np.concatenate([np.empty(0, np.int32), *self._tokens])
+        return Sample(
+            index=self.index,
+            group_index=self.prompt.group_index,
+            rollout_id=self.rollout_id,
+            prompt=self.prompt,
+            tokens=np.concatenate([self.prompt.token_ids, response]),
+            prompt_length=len(self.prompt.token_ids),
+            loss_mask=np.concatenate([np.empty(0, np.uint8), *self._mask]),
+            rollout_log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
+            response=self._tokenizer.decode(response.tolist(), skip_special_tokens=False),
+            spans=tuple(self._spans),
+            status=status or self.status,
+            reward=reward,
+            metadata={**self.prompt.metadata, **(metadata or {})},
+        )
+
+    def restart_from(self, sample: Sample) -> None:
+        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans."""
+        self._append(sample.response_tokens, sample.loss_mask, sample.rollout_log_probs)
+        self._spans += list(sample.spans)
+        self.status = sample.status
+
+    def _append(
+        self, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], log_probs: npt.NDArray[np.float32]
+    ) -> None:
+        self._tokens.append(np.asarray(tokens, np.int32))
+        self._mask.append(mask)
+        self._log_probs.append(np.asarray(log_probs, np.float32))
+        self._length += len(tokens)
+
+
+def mark_failed(sample: Sample) -> Sample:
+    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
+    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)

@@ -1,0 +1,129 @@
+"""Batch: the accepted groups of a step as columns, and the per-token columns that scoring and credit add.
+
+Ragged columns are flat arrays with lengths beside them; S samples, N = sum T tokens, M = sum R response tokens.
+Arrays may be read-only views of shared memory: nothing writes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int64: TypeAlias = npt.NDArray[np.int64]
+Int32: TypeAlias = npt.NDArray[np.int32]
+Float32: TypeAlias = npt.NDArray[np.float32]
+Float64: TypeAlias = npt.NDArray[np.float64]
+Bool: TypeAlias = npt.NDArray[np.bool_]
+
+
+def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer]) -> Int64:
+    """Flat row numbers of the `chosen` segments of a ragged column, in the order chosen.
+
+    >>> ragged_rows(np.array([2, 0, 3]), np.array([2, 0]))
+    array([2, 3, 4, 0, 1])
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1][chosen]
+    counts = np.asarray(lengths, dtype=np.int64)[chosen]
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Samples in submission order. `mask` is final: removed and unscored samples are already 0 in it."""
+
+    index: Int64
+    group_index: Int64
+    rollout_id: Int64
+    credit_key: Int64
+    reward: Float64
+    """(S,) as the reward gave it; NaN: none, and the sample stays out of its group's statistics."""
+    truncated: Bool
+    prompt_length: Int32
+    response_length: Int32
+    tokens: Int32
+    """(N,)"""
+    mask: npt.NDArray[np.uint8]
+    """(M,)"""
+    rollout_log_probs: Float32
+    """(M,)"""
+    version: Int32
+    """(M,) policy version that wrote the token; -1 where nothing of ours did (tool output)."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.index)
+
+    @cached_property
+    def total_length(self) -> Int32:
+        return self.prompt_length + self.response_length
+
+    @cached_property
+    def token_offsets(self) -> Int64:
+        """(S + 1,)"""
+        return np.concatenate([[0], np.cumsum(self.total_length, dtype=np.int64)])
+
+    @cached_property
+    def response_offsets(self) -> Int64:
+        """(S + 1,)"""
+        return np.concatenate([[0], np.cumsum(self.response_length, dtype=np.int64)])
+
+    @cached_property
+    def sample_of_token(self) -> Int64:
+        """(M,) which sample a response token belongs to."""
+        return np.repeat(np.arange(self.num_samples, dtype=np.int64), self.response_length)
+
+    @cached_property
+    def num_trainable(self) -> Int64:
+        """(S,) trainable tokens of each sample."""
+        return self.sample_sums(self.mask).astype(np.int64)
+
+    def sample_sums(self, values: npt.NDArray[np.generic]) -> Float64:
+        """Sums of a response column over each sample: (M,) to (S,), in float64."""
+        return np.bincount(self.sample_of_token, weights=values, minlength=self.num_samples)
+
+    def response_rows(self, samples: npt.NDArray[np.integer]) -> Int64:
+        """Rows of a response column that belong to `samples`, in their order."""
+        return ragged_rows(self.response_length, samples)
+
+    def take(self, samples: npt.NDArray[np.integer]) -> Batch:
+        """The batch of these samples, in this order."""
+        samples = np.asarray(samples, dtype=np.int64)
+        token_rows = ragged_rows(self.total_length, samples)
+        response_rows = self.response_rows(samples)
+        ragged = {"tokens": token_rows, "mask": response_rows, "rollout_log_probs": response_rows, "version": response_rows}
+        return Batch(**{f.name: getattr(self, f.name)[ragged.get(f.name, samples)] for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenColumns:
+    """Per response token, float32, (M,), aligned with a batch. None: not declared as a need, so not computed."""
+
+    old_log_probs: Float32 | None = None
+    ref_log_probs: Float32 | None = None
+    teacher_log_probs: Float32 | None = None
+    values: Float32 | None = None
+    entropy: Float32 | None = None
+    advantages: Float32 | None = None
+    returns: Float32 | None = None
+    correction: Float32 | None = None
+    """Product of the off-policy weights; 0 where a correction masks the token."""
+    loss_weight: Float32 | None = None
+    """mask x weight of its sequence / D, with D counted over the whole optimiser step."""
+
+    def present(self) -> Mapping[str, Float32]:
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def take(self, rows: npt.NDArray[np.integer]) -> TokenColumns:
+        """The columns at these rows of the response axis."""
+        return TokenColumns(**{name: column[rows] for name, column in self.present().items()})
+
+    def with_columns(self, **columns: Float32) -> TokenColumns:
+        return replace(self, **columns)
+
+

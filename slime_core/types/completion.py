@@ -1,0 +1,64 @@
+"""What is asked of an engine, and what it answers: token ids in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.types.sample import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample. Temperature 0 is greedy (evaluation only)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Generation ends when the text ends with one of these; they stay in the response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end-of-sequence tokens; the stopping token stays in the response."""
+    skip_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """One sequence to continue. `seed` alone decides the random draws: same weights, same seed, same batch of
+    requests give the same tokens."""
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    seed: int
+    session_id: str | None = None
+    """Requests of one conversation share it, so that a router can send them to one engine."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """The answer to one request; the stopping token is part of it."""
+
+    request_id: str
+    token_ids: npt.NDArray[np.int32]
+    """(R,)"""
+    log_probs: npt.NDArray[np.float32]
+    """(R,) nats, of the sampled tokens at the sampling temperature (temperature 0: at temperature 1)."""
+    finish_reason: FinishReason
+    spans: tuple[VersionSpan, ...]
+    cached_tokens: int = 0
+    engine_index: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+    """Engine-specific counters, such as speculative decoding's, by metric name."""

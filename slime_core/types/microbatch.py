@@ -1,0 +1,80 @@
+"""MicroBatch: some samples of one rank packed into one stream of tokens, as torch tensors, ready for a forward.
+
+Legend: N packed tokens, S sequences, T response tokens whose log-probs are wanted.
+This module imports torch: only workers, losses and backends use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossColumns:
+    """The torch face of `TokenColumns`: float32 (T,), None where nothing needs it."""
+
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    correction: Tensor | None = None
+    loss_weight: Tensor | None = None
+
+    def map_rows(self, rows: Tensor | None, device: torch.device) -> LossColumns:
+        """The columns at `rows` (None: all), on `device`."""
+        moved = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            if column is not None:
+                moved[f.name] = (column if rows is None else column[rows]).to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """A packed stream; sequences follow each other without padding.
+
+    A micro-batch without samples has one dummy token and T = 0, so that it runs forward and backward with zero
+    gradient and every rank takes part in the same collectives. Under context parallelism `slime_core.batch.zigzag`
+    gives each rank its local part: then `rows` says which of the T response tokens it holds.
+    """
+
+    tokens: Tensor
+    """(N,) int64"""
+    position_ids: Tensor
+    """(N,) int64, restarting at 0 with each sequence."""
+    cu_seqlens: Tensor
+    """(S' + 1,) int32 offsets of the sequences in the stream; S' >= 1, counting a dummy and padding."""
+    max_seqlen: int
+    logit_index: Tensor
+    """(T,) int64: positions in the stream whose logits predict a response token (P - 1 + t)."""
+    targets: Tensor
+    """(T,) int64: those response tokens."""
+    segments: Tensor
+    """(T,) int64 in [0, S): the sample of each response token."""
+    num_samples: int
+    mask: Tensor
+    """(T,) bool: trained tokens."""
+    columns: LossColumns
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax."""
+    rows: Tensor | None = None
+    """(T,) int64 rows of the whole micro-batch's response axis that this rank holds; None: all of them."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved, columns=self.columns.map_rows(None, device))
