@@ -91,13 +91,13 @@ def near_matches(asked: str, known: Iterable[str]) -> list[str]:
     return [spelled[name] for name in found]
 
 
-def unknown_name(where: str, asked: str, kind: str, known: Sequence[str], *, hint: str = "") -> str:
-    """The sentence for a name that nothing answers to.
+def unknown_name(where: str, asked: str, kind: str, known: Sequence[str], *, listing: str = "", hint: str = "") -> str:
+    """The sentence for a name that nothing answers to. `listing` replaces the plain list of what there is.
 
-    >>> unknown_name("algo.name", "gsp0", "algorithm", ["grpo", "gspo"])
-    'algo.name = "gsp0": unknown algorithm; close match: gspo. Available: grpo, gspo.'
+    >>> unknown_name("rollout.order", "randon", "order", ["random", "sorted"])
+    'rollout.order = "randon": unknown order; close match: random. Available: random, sorted.'
     """
     close = near_matches(asked, known)
     matched = f"; close match: {', '.join(close)}" if close else ""
-    available = ", ".join(known) if known else "none"
+    available = listing or ", ".join(known) or "none"
     return f'{where} = "{asked}": unknown {kind}{matched}. Available: {available}.{hint and " " + hint}'

@@ -37,3 +37,23 @@ DRIVER_GROUPS: Final = (
     TRANSPORTS,
     TRACKERS,
 )
+
+NOUNS: Final = {
+    BACKENDS: "backend",
+    ENGINES: "engine",
+    ALGORITHMS: "algorithm",
+    ADVANTAGES: "advantage",
+    LOSSES: "loss",
+    KL: "KL estimator",
+    CORRECTIONS: "correction",
+    REWARDS: "reward",
+    FILTERS: "filter",
+    GENERATORS: "generator",
+    COLLECTORS: "collector",
+    SOURCES: "data source",
+    MIDDLEWARES: "router middleware",
+    TRANSPORTS: "weight transport",
+    TRACKERS: "tracker",
+    HOOKS: "hook module",
+}
+"""What messages call one entry of a group."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.driver import Driver
 from slime_core.contracts.needs import Need
@@ -54,8 +54,11 @@ class AdvantageDriver(Driver[AdvantageEstimator]):
     needs: ClassVar[frozenset[Need]] = frozenset()
     accepts_kl_penalty: ClassVar[bool] = False
     """Whether a reward-side KL (kl_coef) enters it; if not, asking for one is a config error."""
-    group_baseline: ClassVar[bool] = False
-    """It compares samples of one prompt, so one sample per prompt gives no signal."""
+
+    @classmethod
+    def compares_group(cls, config: Any) -> bool:
+        """Whether it compares samples of one prompt, so that one sample per prompt gives no signal."""
+        return False
 
 
 class RewardShaper(ABC):

@@ -36,7 +36,5 @@ class Recipe:
     """Group filters that the recipe adds before the run file's own."""
     roles: tuple[str, ...] = ()
     """Further trained roles, such as a critic."""
-    group_baseline: bool = False
-    """The advantage compares samples of one prompt, so one sample per prompt gives no signal."""
     options: Mapping[str, Any] = field(default_factory=dict)
     api_version: int = API_VERSION

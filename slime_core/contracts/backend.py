@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from slime_core.config.train import OptimizerConfig
     from slime_core.contracts.loss import Segments
-    from slime_core.types.batch import Float32
+    from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
     from slime_core.types.report import StepReport
     from slime_core.types.weights import Bucket
@@ -71,11 +71,17 @@ class TrainerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """float32 (T',) for one micro-batch, T' = the response tokens this rank holds (`MicroBatch.rows`)."""
+    """float32 (T',) for one micro-batch, T' = the response tokens this rank holds."""
 
     log_probs: Float32 | None = None
     entropy: Float32 | None = None
     values: Float32 | None = None
+    rows: Int64 | None = None
+    """(T',) which of the micro-batch's T response tokens; None: all of them, in order."""
+
+    def present(self) -> Mapping[str, Float32]:
+        columns = {"log_probs": self.log_probs, "entropy": self.entropy, "values": self.values}
+        return {name: column for name, column in columns.items() if column is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,9 +127,7 @@ class TrainBackend(ABC):
         """Joins the process group, loads the model and its copies, builds optimiser and schedule."""
 
     @abstractmethod
-    def score(
-        self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
-    ) -> list[Scores]:
+    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
         """Forward without gradient, under the trained weights or one of the copies. Micro-batches are on the CPU."""
 
     @abstractmethod

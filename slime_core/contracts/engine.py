@@ -113,6 +113,8 @@ class RolloutEngine(ABC):
 class EngineDriver(Driver[RolloutEngine]):
     transports: ClassVar[tuple[str, ...]] = ()
     """Names of weight transports that it understands, the preferred one first."""
+    may_offer: ClassVar[frozenset[Capability]] = frozenset()
+    """What an installation of it can offer at best; `EngineInfo` says what it does offer."""
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:

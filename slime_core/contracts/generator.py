@@ -38,9 +38,7 @@ class Episode(Protocol):
     def trajectory(self) -> Trajectory:
         """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it."""
 
-    async def complete(
-        self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None
-    ) -> Completion:
+    async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
         """One engine call. Token in, token out: continue from `Trajectory.tokens`, never from re-tokenised text."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from slime_core.contracts.driver import Driver
 
@@ -26,6 +26,9 @@ class Reward(ABC):
 
 class RewardDriver(Driver[Reward]):
     """The simplest one is a plain function `def reward(sample) -> float`, which the registry accepts as it is."""
+
+    reward_key: ClassVar[str | None] = None
+    """Which of several named numbers is trained on when the run names no `reward_key`."""
 
 
 RewardFunction: TypeAlias = "Callable[[Sample], RewardValue]"

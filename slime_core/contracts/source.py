@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class Renderer(Protocol):
     """Turns a raw row into a prompt: keys, chat template, tokens. The kernel's; sources only call it."""
 
+    @property
+    def max_prompt_len(self) -> int | None:
+        """Tokens; None: prompts of any length are accepted. For messages: `accepts` decides."""
+
     def render(self, row: Mapping[str, Any], *, group_index: int, origin: str) -> Prompt:
         """DataError names `origin` if a key is missing or the template fails."""
 

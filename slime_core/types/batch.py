@@ -30,7 +30,8 @@ def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1][chosen]
     counts = np.asarray(lengths, dtype=np.int64)[chosen]
     before = np.cumsum(counts) - counts
-    return np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
+    offsets: Int64 = np.repeat(starts - before, counts)
+    return np.arange(counts.sum(), dtype=np.int64) + offsets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +86,8 @@ class Batch:
 
     def sample_sums(self, values: npt.NDArray[np.generic]) -> Float64:
         """Sums of a response column over each sample: (M,) to (S,), in float64."""
-        return np.bincount(self.sample_of_token, weights=values, minlength=self.num_samples)
+        sums = np.bincount(self.sample_of_token, weights=values, minlength=self.num_samples)
+        return sums.astype(np.float64, copy=False)
 
     def response_rows(self, samples: npt.NDArray[np.integer]) -> Int64:
         """Rows of a response column that belong to `samples`, in their order."""
@@ -96,7 +98,12 @@ class Batch:
         samples = np.asarray(samples, dtype=np.int64)
         token_rows = ragged_rows(self.total_length, samples)
         response_rows = self.response_rows(samples)
-        ragged = {"tokens": token_rows, "mask": response_rows, "rollout_log_probs": response_rows, "version": response_rows}
+        ragged = {
+            "tokens": token_rows,
+            "mask": response_rows,
+            "rollout_log_probs": response_rows,
+            "version": response_rows,
+        }
         return Batch(**{f.name: getattr(self, f.name)[ragged.get(f.name, samples)] for f in fields(self)})
 
 
@@ -125,5 +132,3 @@ class TokenColumns:
 
     def with_columns(self, **columns: Float32) -> TokenColumns:
         return replace(self, **columns)
-
-

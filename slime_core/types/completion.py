@@ -62,3 +62,14 @@ class Completion:
     engine_index: int = 0
     extra: dict[str, float] = field(default_factory=dict)
     """Engine-specific counters, such as speculative decoding's, by metric name."""
+
+    @classmethod
+    def aborted(cls, request: GenerateRequest) -> Completion:
+        """The answer to a request that was ended before an engine saw it."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=np.empty(0, np.int32),
+            log_probs=np.empty(0, np.float32),
+            finish_reason=FinishReason.ABORT,
+            spans=(),
+        )

@@ -72,9 +72,18 @@ class MicroBatch:
         return len(self.tokens)
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **moved, columns=self.columns.map_rows(None, device))
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            tokens=move(self.tokens),
+            position_ids=move(self.position_ids),
+            cu_seqlens=move(self.cu_seqlens),
+            logit_index=move(self.logit_index),
+            targets=move(self.targets),
+            segments=move(self.segments),
+            mask=move(self.mask),
+            columns=self.columns.map_rows(None, device),
+            rows=None if self.rows is None else move(self.rows),
+        )

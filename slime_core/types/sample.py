@@ -39,9 +39,10 @@ class Sample:
     """
 
     index: int
-    """Unique in the run, increasing in submission order."""
+    """Number of the answer in the run, increasing in submission order; what a generator makes of one answer shares it."""
     group_index: int
     rollout_id: int
+    """Samples with equal ids are parts of one trajectory: they are averaged together and trained in one step."""
     prompt: Prompt
     tokens: npt.NDArray[np.int32]
     """(T,) prompt and response."""

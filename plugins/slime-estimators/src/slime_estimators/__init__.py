@@ -1,0 +1,3 @@
+"""Per-token KL estimators for slime."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""slime-fsdp: torch FSDP2 over transformers models."""

@@ -1,0 +1,354 @@
+"""Attention over packed sequences: no padding in the stream, no dense mask, no token sees another sequence.
+
+On GPUs in half precision it is one variable-length kernel; elsewhere sequences of like length are padded into blocks,
+one SDPA call each. Under context parallelism keys and values are gathered over the group first.
+
+Legend: N tokens this rank holds, M keys visible to it (N without context parallelism), H query heads, K key heads,
+D head dim, S segments, Lq/Lk padded lengths in a block. A segment is a run of queries with the keys up to its end: a whole sequence,
+or one zigzag chunk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from slime_core.batch.zigzag import held_positions
+from slime_core.errors import ModelError
+
+PACKED = "slime_packed"
+"""Our name among transformers' attention implementations."""
+UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")
+
+# Sequences share a block while the longest is at most this much longer than the shortest. One SDPA call costs about
+# as much as this many padded tokens.
+MAX_STRETCH = 1.25
+FREE_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """Segments of like length, padded to one rectangle."""
+
+    num_segments: int
+    query_length: int
+    key_length: int
+    query_lengths: Tensor
+    """(S,) int64"""
+    key_lengths: Tensor
+    """(S,) int64"""
+    square: bool
+    """Every segment has as many keys as queries: a plain causal mask does, padding at the right end included."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """How one micro-batch's tokens attend; made once, used by all layers."""
+
+    cu_queries: Tensor
+    """(S + 1,) int32"""
+    cu_keys: Tensor
+    """(S + 1,) int32"""
+    max_queries: int
+    max_keys: int
+    blocks: tuple[Block, ...] = ()
+    """Empty: the variable-length kernel is used."""
+    query_rows: Tensor | None = None
+    """(sum S Lq,) int64: the query that fills each place of the blocks; None: the stream already is one block."""
+    query_places: Tensor | None = None
+    """(N,) int64: the place of each query in the blocks."""
+    key_rows: Tensor | None = None
+    """int64: the key that fills each place of the blocks or of the kernel's stream; None: as `query_rows`."""
+    group: dist.ProcessGroup | None = None
+    """Context parallel group to gather keys and values from."""
+
+
+def plan_attention(
+    cu_seqlens: Tensor,
+    *,
+    device: torch.device,
+    varlen: bool,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> AttentionPlan:
+    """`cu_seqlens` (S + 1,) int32 on the CPU: offsets of the whole sequences, padded if cp_size > 1."""
+    offsets = cu_seqlens.numpy().astype(np.int64)
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    gathered: Tensor | None = None
+    if cp_size == 1:
+        query_starts, query_lengths, key_starts, key_lengths = starts, lengths, starts, lengths
+    else:
+        chunks = lengths // (2 * cp_size)
+        query_lengths = np.repeat(chunks, 2)
+        query_starts = np.cumsum(query_lengths) - query_lengths
+        ends = np.stack([(cp_rank + 1) * chunks, (2 * cp_size - cp_rank) * chunks], axis=1)
+        key_starts, key_lengths = np.repeat(starts, 2), ends.ravel()
+        # Place of each token of the whole stream in the concatenation of the ranks' parts.
+        held = torch.cat([held_positions(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+        gathered = torch.empty_like(held)
+        gathered[held] = torch.arange(len(held))
+    common: dict[str, Any] = {
+        "cu_queries": offsets_of(query_lengths, device),
+        "cu_keys": offsets_of(key_lengths, device),
+        "max_queries": int(query_lengths.max()),
+        "max_keys": int(key_lengths.max()),
+        "group": group,
+    }
+    if varlen:
+        if gathered is None:
+            return AttentionPlan(**common)
+        stream = gathered[torch.from_numpy(runs(key_starts, key_lengths, key_lengths))]
+        return AttentionPlan(**common, key_rows=stream.to(device))
+
+    order = np.argsort(-query_lengths, kind="stable")
+    cuts = block_cuts(query_lengths[order], key_lengths[order])
+    blocks, query_rows, key_rows = [], [], []
+    for members in np.split(order, cuts):
+        wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
+        blocks.append(
+            Block(
+                num_segments=len(members),
+                query_length=wide,
+                key_length=deep,
+                query_lengths=torch.from_numpy(query_lengths[members]).to(device),
+                key_lengths=torch.from_numpy(key_lengths[members]).to(device),
+                square=gathered is None,
+            )
+        )
+        query_rows.append(runs(query_starts[members], query_lengths[members], np.full(len(members), wide)))
+        if gathered is not None:
+            key_rows.append(runs(key_starts[members], key_lengths[members], np.full(len(members), deep)))
+    if len(blocks) == 1 and gathered is None and (lengths == lengths[0]).all():
+        return AttentionPlan(**common, blocks=tuple(blocks))
+    rows = np.concatenate(query_rows)
+    # Padding repeats a segment's last row, at a later place: written first, the real place wins.
+    places = np.empty(int(query_lengths.sum()), np.int64)
+    places[rows[::-1]] = np.arange(len(rows))[::-1]
+    return AttentionPlan(
+        **common,
+        blocks=tuple(blocks),
+        query_rows=torch.from_numpy(rows).to(device),
+        query_places=torch.from_numpy(places).to(device),
+        key_rows=None if gathered is None else gathered[torch.from_numpy(np.concatenate(key_rows))].to(device),
+    )
+
+
+def offsets_of(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+
+
+def runs(starts: np.ndarray, lengths: np.ndarray, padded: np.ndarray) -> np.ndarray:
+    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded[i]` of them."""
+    before = np.cumsum(padded) - padded
+    offset = np.arange(int(padded.sum())) - np.repeat(before, padded)
+    return np.repeat(starts, padded) + np.minimum(offset, np.repeat(lengths - 1, padded))
+
+
+def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[int]:
+    """Where to cut segments, longest first, so that no block wastes much on padding."""
+    cuts, longest, deepest = [], query_lengths[0], key_lengths[0]
+    # Lengths repeat: looking only where they change keeps this short for thousands of sequences.
+    changes = np.flatnonzero((np.diff(query_lengths) != 0) | (np.diff(key_lengths) != 0)) + 1
+    for i in changes:
+        stretched = query_lengths[i] * MAX_STRETCH + FREE_TOKENS < longest
+        if (
+            stretched
+            or not key_lengths[i] / MAX_STRETCH - FREE_TOKENS <= deepest <= key_lengths[i] * MAX_STRETCH + FREE_TOKENS
+        ):
+            cuts.append(int(i))
+            longest, deepest = query_lengths[i], key_lengths[i]
+    return cuts
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    attention_plan: AttentionPlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query (1, H, N, D), key and value (1, K, N, D); gives (1, N, H, D).
+
+    `attention_plan` came down from the model's own call. Dropout is never applied.
+    """
+    if attention_plan is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass keyword arguments to its attention; it cannot be packed."
+        )
+    if asked := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
+        raise ModelError(
+            f"{type(module).__name__} asks for {', '.join(asked)}, which packed attention does not compute."
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if attention_plan.group is not None:
+        k, v = gather_keys(k, v, attention_plan.group)
+    attend = attend_blocks if attention_plan.blocks else attend_varlen
+    return attend(q, k, v, attention_plan, scaling, sliding_window)[None], None
+
+
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = v.shape[-1]
+    if plan.key_rows is not None:
+        k, v = k[plan.key_rows], v[plan.key_rows]
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    extra = {}
+    if q.shape[1] != k.shape[1]:
+        if varlen_has_gqa():
+            extra["enable_gqa"] = True
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    left = -1 if sliding_window is None else sliding_window - 1
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        plan.cu_queries,
+        plan.cu_keys,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scaling,
+        window_size=(left, 0),
+        **extra,
+    )
+    return out[..., :width]
+
+
+@cache
+def varlen_has_gqa() -> bool:
+    """enable_gqa came with torch 2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
+    if plan.query_rows is not None and plan.query_places is not None:
+        q = Pad.apply(q, plan.query_rows, plan.query_places)
+        if plan.key_rows is None:
+            k = Pad.apply(k, plan.query_rows, plan.query_places)
+            v = Pad.apply(v, plan.query_rows, plan.query_places)
+        else:
+            k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
+    queries = q.split([block.num_segments * block.query_length for block in plan.blocks])
+    sizes = [block.num_segments * block.key_length for block in plan.blocks]
+    outputs = [
+        attend_block(*parts, block, scaling, sliding_window)
+        for *parts, block in zip(queries, k.split(sizes), v.split(sizes), plan.blocks, strict=True)
+    ]
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if plan.query_rows is not None and plan.query_places is not None:
+        out = TakeUnique.apply(out, plan.query_places)
+    return out
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S Lq, H, D')."""
+    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
+    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    causal = block.square and (sliding_window is None or sliding_window >= block.key_length)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if causal else block_mask(block, sliding_window),
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def block_mask(block: Block, sliding_window: int | None) -> Tensor:
+    """(S, 1, Lq, Lk) bool. The last query of a segment stands at its last key."""
+    device = block.query_lengths.device
+    first = (block.key_lengths - block.query_lengths)[:, None, None, None]
+    # The clamp keeps a key in sight of every padded query: a row without any would be NaN, in the backward too.
+    position = (first + torch.arange(block.query_length, device=device)[:, None]).clamp(max=block.key_length - 1)
+    key = torch.arange(block.key_length, device=device)
+    seen = key <= position
+    return seen if sliding_window is None else seen & (key > position - sliding_window)
+
+
+class Pad(torch.autograd.Function):
+    """Rows into the places of the blocks. Padding repeats a row that exists; nothing reads what comes of it, so its
+    gradient is zero and the backward is a plain selection (no atomic adds: the same bits every time)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class TakeUnique(torch.autograd.Function):
+    """x[rows] for rows that differ from each other: the backward writes instead of adding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, rows, grads[0]), None
+
+
+def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(N, K, D) and (N, K, D') of every rank, one after the other: (M, K, D), (M, K, D')."""
+    both = GatherOverGroup.apply(torch.cat([k, v], dim=-1), group)
+    return both.split([k.shape[-1], v.shape[-1]], dim=-1)
+
+
+class GatherOverGroup(torch.autograd.Function):
+    """All-gather along dim 0; the gradient of each part is the sum of what the ranks ask of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        return out, None
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,288 @@
+"""FsdpBackend: one rank's view of a model sharded with torch FSDP2.
+
+Legend: T response tokens of a micro-batch that this rank holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_core.batch.zigzag import ZigzagSegments
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.loss import Segments
+from slime_core.errors import ModelError, near_matches
+from slime_core.objective.segments import LocalSegments
+from slime_core.types.microbatch import MicroBatch
+from slime_core.types.report import StepReport
+from slime_core.types.weights import Bucket
+from slime_fsdp import checkpoint
+from slime_fsdp.attention import AttentionPlan, plan_attention
+from slime_fsdp.export import buckets_of, whole_tensors, write_folder
+from slime_fsdp.folder import ModelFolder, open_folder
+from slime_fsdp.log_probs import EntropyMode
+from slime_fsdp.optimizer import (
+    gradient_norm,
+    learning_rate,
+    local,
+    make_optimizer,
+    move_optimizer,
+    optimizer_tensors,
+    scale_gradients,
+)
+from slime_fsdp.packed_model import Outputs, PackedModel, Placement, build_model
+from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.process import Ranks, join
+
+
+@dataclass(kw_only=True)
+class _Trainer:
+    """What `setup` makes."""
+
+    setup: TrainerSetup
+    layout: Layout
+    ranks: Ranks
+    placement: Placement
+    folder: ModelFolder
+    model: PackedModel
+    optimizer: torch.optim.Optimizer
+    copies: dict[str, PackedModel]
+    refreshed: set[str]
+    steps_done: int = 0
+
+
+class FsdpBackend(TrainBackend):
+    def __init__(self, config: FsdpConfig) -> None:
+        self._config = config
+        self._trainer: _Trainer | None = None
+
+    @property
+    def _ready(self) -> _Trainer:
+        if self._trainer is None:
+            raise RuntimeError("call setup first")
+        return self._trainer
+
+    def setup(self, setup: TrainerSetup) -> Layout:
+        config = self._config
+        # Every rank looks at the folders before any of them waits for another.
+        trust = setup.trust_remote_code
+        folder = open_folder(setup.model_path, head=setup.head, trust_remote_code=trust)
+        copy_folders = {name: open_folder(path, trust_remote_code=trust) for name, path in setup.copies.items()}
+
+        device = torch.device("cpu")
+        if setup.device == "cuda":
+            device = torch.device("cuda", setup.local_rank)
+            torch.cuda.set_device(device)
+        precision = config.precision
+        if precision == "auto":
+            precision = "bfloat16" if setup.device == "cuda" else "float32"
+        compute_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
+        needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
+        ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)
+        placement = Placement(device=device, mesh=ranks.mesh, compute_dtype=compute_dtype, cpu_offload=cpu_offload)
+        layout = Fsdp.layout(config, setup.rank, setup.world_size)
+        torch.manual_seed(setup.seed + layout.dp_rank)
+        model = build_model(folder, config, placement, seed=setup.seed, trained=True)
+        self._trainer = _Trainer(
+            setup=setup,
+            layout=layout,
+            ranks=ranks,
+            placement=placement,
+            folder=folder,
+            model=model,
+            optimizer=make_optimizer(model, setup.optimizer),
+            copies={
+                name: build_model(copy, config, placement, seed=setup.seed, trained=False)
+                for name, copy in copy_folders.items()
+            },
+            refreshed=set(),
+        )
+        return layout
+
+    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
+        model = self._ready.model if weights == ACTOR else self._copy(weights)
+        with torch.no_grad():
+            outputs = [
+                self._forward(model, micro, "metric" if entropy else "none") for micro in map(self._place, micros)
+            ]
+        for shard in model.shards():
+            # A forward without a backward leaves the root's weights gathered, to go stale at the next step.
+            shard.reshard()
+        return [
+            Scores(**{name: value.cpu().numpy() for name, value in output._asdict().items() if value is not None})
+            for output in outputs
+        ]
+
+    def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
+        started = time.perf_counter()
+        trainer = self._ready
+        entropy: EntropyMode = "none"
+        if objective.wants_entropy or objective.entropy_has_gradient:
+            entropy = "gradient" if objective.entropy_has_gradient else "metric"
+        loss = torch.zeros((), device=trainer.placement.device)
+        sums: dict[str, Tensor] = {}
+        for number, micro in enumerate(map(self._place, micros), start=1):
+            self._sync_gradients(number == len(micros))
+            outputs = self._forward(trainer.model, micro, entropy)
+            result = objective(
+                micro,
+                segments=self._segments(micro),
+                log_probs=outputs.log_probs,
+                entropy=outputs.entropy,
+                values=outputs.values,
+            )
+            result.loss.backward()
+            loss += result.loss.detach()
+            for name, value in result.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+        parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        norm = gradient_norm(parameters).to(loss.device)
+        finite = trainer.ranks.all_agree(loss.isfinite() & norm.isfinite())
+        # One transfer to the host for all numbers of the step.
+        grad_norm, is_finite, *totals = torch.stack(
+            [norm.double(), finite.double(), *(value.double() for value in sums.values())]
+        ).tolist()
+        lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
+        if is_finite:
+            self._step(parameters, grad_norm, lr)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        return StepReport(
+            sums=dict(zip(sums, totals, strict=True)),
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped=not is_finite,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _step(self, parameters: list[torch.nn.Parameter], grad_norm: float, lr: float) -> None:
+        trainer = self._ready
+        limit = trainer.setup.optimizer.clip_grad
+        if 0 < limit < grad_norm:
+            scale_gradients(parameters, limit / grad_norm)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = lr
+        trainer.optimizer.step()
+        trainer.steps_done += 1
+
+    def _forward(self, model: PackedModel, micro: MicroBatch, entropy: EntropyMode) -> Outputs:
+        outputs: Outputs = model(micro, self._plan(micro), entropy)
+        return outputs
+
+    def _place(self, micro: MicroBatch) -> MicroBatch:
+        """On the device, except for the offsets: the attention plan is made from them on the host."""
+        if (micro.rows is None) != (self._ready.layout.cp_size == 1):
+            raise ValueError("context parallelism wants each rank's part of a micro-batch (slime_core.batch.zigzag)")
+        return micro.to(self._ready.placement.device)
+
+    def _plan(self, micro: MicroBatch) -> AttentionPlan:
+        placement, layout = self._ready.placement, self._ready.layout
+        return plan_attention(
+            micro.cu_seqlens.cpu(),
+            device=placement.device,
+            varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
+            cp_rank=layout.cp_rank,
+            cp_size=layout.cp_size,
+            group=self._ready.ranks.cp_group,
+        )
+
+    def _segments(self, micro: MicroBatch) -> Segments:
+        group = self._ready.ranks.cp_group
+        if group is None:
+            return LocalSegments(micro.segments, micro.num_samples)
+        return ZigzagSegments(micro.segments, micro.num_samples, group)
+
+    def _sync_gradients(self, last: bool) -> None:
+        trainer = self._ready
+        each = self._config.sync_each_micro_batch
+        if each is None:
+            each = trainer.placement.device.type == "cuda"
+        for shard in trainer.model.shards():
+            shard.set_requires_gradient_sync(each or last, recurse=False)
+
+    def _copy(self, name: str) -> PackedModel:
+        copies = self._ready.copies
+        if name not in copies:
+            known = [ACTOR, *copies]
+            close = near_matches(name, known)
+            hint = f"; close match: {', '.join(close)}" if close else ""
+            raise ModelError(f'weights "{name}": this trainer holds no such copy{hint}. It holds: {", ".join(known)}.')
+        return copies[name]
+
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
+        trainer = self._ready
+        layers = whole_tensors(trainer.model, trainer.placement.compute_dtype, keep=trainer.ranks.is_first)
+        return buckets_of(layers, version=version, bucket_bytes=bucket_bytes)
+
+    def save_hf(self, folder: Path) -> None:
+        trainer = self._ready
+        write_folder(trainer.model, trainer.folder, folder, first=trainer.ranks.is_first)
+        trainer.ranks.barrier()
+
+    def save(self, folder: Path) -> None:
+        trainer = self._ready
+        copies = sorted(trainer.refreshed)
+        checkpoint.write(folder, self._tensors(copies), trainer.ranks, steps_done=trainer.steps_done, copies=copies)
+
+    def load(self, folder: Path) -> None:
+        trainer = self._ready
+        manifest = checkpoint.read_manifest(folder)
+        for name in manifest.copies:
+            self._copy(name)
+        checkpoint.read(folder, manifest, self._tensors(manifest.copies), trainer.ranks)
+        trainer.steps_done = manifest.steps_done
+        trainer.refreshed = set(manifest.copies)
+
+    def _tensors(self, copies: Sequence[str]) -> dict[str, Tensor]:
+        """Everything a checkpoint holds besides random state; loading writes into the same tensors."""
+        trainer = self._ready
+        names = {id(parameter): name for name, parameter in trainer.model.model.named_parameters()}
+        state = trainer.model.model.state_dict()
+        tensors = {f"model.{name}": state[name] for name in trainer.model.weight_names()}
+        tensors |= optimizer_tensors(trainer.optimizer, names)
+        for copy in copies:
+            state = trainer.copies[copy].model.state_dict()
+            tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names()}
+        return tensors
+
+    def refresh_copy(self, name: str) -> None:
+        trainer = self._ready
+        copy = self._copy(name).model.state_dict()
+        state = trainer.model.model.state_dict()
+        wrong = [key for key in copy if key not in state or state[key].shape != copy[key].shape]
+        if wrong or len(copy) != len(state):
+            raise ModelError(f'weights "{name}": another architecture than the trained one, so it cannot be refreshed.')
+        with torch.no_grad():
+            for key, tensor in copy.items():
+                local(tensor).copy_(local(state[key]))
+        trainer.refreshed.add(name)
+
+    def sleep(self) -> None:
+        if self._moves():
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        if self._moves():
+            self._move(self._ready.placement.device)
+
+    def _moves(self) -> bool:
+        placement = self._ready.placement
+        return placement.device.type == "cuda" and not placement.cpu_offload
+
+    def _move(self, device: torch.device) -> None:
+        trainer = self._ready
+        trainer.optimizer.zero_grad(set_to_none=True)
+        for model in (trainer.model, *trainer.copies.values()):
+            model.to(device)
+        move_optimizer(trainer.optimizer, device)
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.ranks.leave()
+            self._trainer = None

@@ -1,0 +1,140 @@
+"""A rank's part of a training checkpoint: torch.distributed.checkpoint in safetensors files, so nothing is unpickled.
+
+The folder holds `state/` (weights, optimiser, refreshed copies; any number of ranks can read it), `rng_R.safetensors`
+for each rank R, and `fsdp.json`, written last: the steps done, the shape of every tensor and the size of every file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from slime_core.errors import CheckpointError
+from slime_fsdp.process import Ranks
+
+MANIFEST = "fsdp.json"
+STATE = "state"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    format: int
+    steps_done: int
+    world_size: int
+    copies: Sequence[str]
+    """Frozen copies that were refreshed from the trained weights, so that their folder no longer holds them."""
+    shapes: Mapping[str, Sequence[int]]
+    sizes: Mapping[str, int]
+    """Bytes of every other file."""
+
+
+def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done: int, copies: Sequence[str]) -> None:
+    """All ranks call; `tensors` are DTensors, or whole on a single rank."""
+    rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
+    world_size = 1 if ranks.mesh is None else ranks.mesh.size()
+    dcp.save(
+        dict(tensors),
+        storage_writer=HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True),
+        process_group=ranks.group,
+        no_dist=ranks.mesh is None,
+    )
+    save_file(random_state(), folder / f"rng_{rank}.safetensors")
+    ranks.barrier()
+    if rank == 0:
+        files = [file for file in sorted(folder.glob(f"{STATE}/*")) if file.is_file()]
+        files += [folder / f"rng_{r}.safetensors" for r in range(world_size)]
+        manifest = Manifest(
+            format=FORMAT,
+            steps_done=steps_done,
+            world_size=world_size,
+            copies=list(copies),
+            shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
+            sizes={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+        )
+        (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    ranks.barrier()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError, naming the file, unless all that `write` left is there and whole."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete or not one of backend fsdp.")
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path}: format {manifest.format}; this version reads {FORMAT}.")
+    for name, size in manifest.sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing; the checkpoint is incomplete.")
+        if (found := file.stat().st_size) != size:
+            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is cut short.")
+    return manifest
+
+
+def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Into `tensors`, in place, and into this rank's random generators. All ranks call."""
+    check_shapes(folder, manifest, tensors)
+    dcp.load(
+        dict(tensors),
+        storage_reader=HuggingFaceStorageReader(str(folder / STATE)),
+        process_group=ranks.group,
+        no_dist=ranks.mesh is None,
+    )
+    rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
+    if manifest.world_size == (1 if ranks.mesh is None else ranks.mesh.size()):
+        restore_random_state(load_file(folder / f"rng_{rank}.safetensors"))
+
+
+def check_shapes(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(wanted.keys() | manifest.shapes.keys()):
+        here, there = wanted.get(name), manifest.shapes.get(name)
+        if here is None or there is None or here != list(there):
+            raise CheckpointError(
+                f"{folder / MANIFEST}: {name} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this run: "
+                "another model, optimiser or list of trained parameters."
+            )
+
+
+def random_state() -> dict[str, Tensor]:
+    """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Tensor]) -> None:
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    position, has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy_gauss"].item()))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,115 @@
+"""A Hugging Face folder: is it one that can be trained, and what does it hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from slime_core.errors import ModelError
+
+HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
+"""The transformers class of each `TrainerSetup.head`. A token classifier with one label is a value model: any tool
+that knows transformers loads what `save_hf` writes."""
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    path: Path
+    head: str
+    config: PreTrainedConfig
+    trust_remote_code: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights on disk are stored in."""
+        found = self.config.dtype
+        return found if isinstance(found, torch.dtype) else torch.float32
+
+    def empty_model(self, attn_implementation: str) -> PreTrainedModel:
+        """On the meta device, float32."""
+        with torch.device("meta"):
+            model: PreTrainedModel = HEADS[self.head].from_config(
+                self.config,
+                attn_implementation=attn_implementation,
+                dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
+            )
+        return model.eval()
+
+    def load_model(self, attn_implementation: str, seed: int) -> PreTrainedModel:
+        """With its weights, float32, on the CPU. A value head that the folder lacks starts from N(0, 1/(hidden + 1)),
+        bias 0 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1)."""
+        try:
+            model, info = HEADS[self.head].from_pretrained(
+                self.path,
+                config=self.config,
+                attn_implementation=attn_implementation,
+                dtype=torch.float32,
+                trust_remote_code=self.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ModelError(f"{self.path}: the weights cannot be loaded: {error}") from error
+        missing = set(info["missing_keys"])
+        if self.head == "value":
+            fresh = {name for name in missing if name.startswith("score.")}
+            if fresh:
+                fresh_value_head(model.score, seed)
+            missing -= fresh
+        if missing:
+            some = ", ".join(sorted(missing)[:3])
+            raise ModelError(f"{self.path}: {len(missing)} weights are missing from its files, such as {some}.")
+        return model.eval()
+
+
+def fresh_value_head(linear: torch.nn.Linear, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        linear.weight.normal_(0.0, (linear.in_features + 1) ** -0.5, generator=generator)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False) -> ModelFolder:
+    """Raises ModelError for what transformers could not load, before any weight is read."""
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such folder. Give a Hugging Face model folder (config.json, *.safetensors).")
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{path}: it has no config.json, so it is not a Hugging Face model folder.")
+    try:
+        raw = json.loads(config_file.read_text())
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{config_file}: cannot be read: {error}") from error
+    remote = "auto_map" in raw and trust_remote_code
+    if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f'{config_file}: model_type "{config.model_type}" is not a causal language model in transformers.'
+        )
+    if not remote and type(config) not in HEADS[head]._model_mapping:
+        raise ModelError(
+            f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'
+        )
+    if not any(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
+        raise ModelError(f"{path}: it has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
+    check_index(path)
+    if head == "value":
+        config.num_labels = 1
+    return ModelFolder(path=path, head=head, config=config, trust_remote_code=trust_remote_code)
+
+
+def check_index(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+        if missing := sorted(name for name in files if not (path / name).is_file()):
+            raise ModelError(f"{path}: {index.name} names files that are not there: {', '.join(missing)}.")

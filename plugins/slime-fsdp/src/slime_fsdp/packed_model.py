@@ -1,0 +1,217 @@
+"""PackedModel: a transformers model called on packed streams, and its sharding over ranks.
+
+Legend: N tokens, T response tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+from slime_core.errors import ModelError
+from slime_core.types.microbatch import MicroBatch
+from slime_fsdp.attention import PACKED, AttentionPlan, TakeUnique
+from slime_fsdp.folder import ModelFolder
+from slime_fsdp.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_fsdp.plugin import FsdpConfig
+
+
+class Outputs(NamedTuple):
+    """float32 (T,); None where it was not asked for."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class PackedModel(nn.Module):
+    """Its forward holds the head too, so that under FSDP the head's weights are gathered when they are used."""
+
+    def __init__(self, model: PreTrainedModel, *, head: str, log_probs_chunk_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.log_probs_chunk_size = log_probs_chunk_size
+
+    def forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none") -> Outputs:
+        hidden = self.model.base_model(
+            input_ids=micro.tokens[None],
+            position_ids=micro.position_ids[None],
+            use_cache=False,
+            attention_plan=plan,
+            # Read by transformers' own flash attention, where that was asked for.
+            cu_seq_lens_q=plan.cu_queries,
+            cu_seq_lens_k=plan.cu_keys,
+            max_length_q=plan.max_queries,
+            max_length_k=plan.max_keys,
+        ).last_hidden_state[0]
+        # Each position predicts one token, so the rows differ. Without any, an empty slice keeps the graph.
+        hidden = TakeUnique.apply(hidden, micro.logit_index)
+        if self.head == "value":
+            return Outputs(values=self.model.score(hidden)[:, 0].float())
+        linear = self.model.get_output_embeddings()
+        log_probs, entropies = log_probs_of(
+            hidden,
+            linear.weight,
+            linear.bias,
+            micro.targets,
+            temperature=micro.temperature,
+            chunk=chunk_positions(linear.weight.shape[0], self.log_probs_chunk_size),
+            entropy=entropy,
+        )
+        return Outputs(log_probs=log_probs, entropy=entropies)
+
+    def weight_names(self) -> list[str]:
+        """Names in the model's own state dict, in its order; of tied weights only the one that safetensors files hold."""
+        first: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            first.setdefault(id(parameter), name)
+        kept = set(first.values())
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return [name for name in self.model.state_dict() if name in kept or name not in parameters]
+
+    def shards(self) -> Iterator[FSDPModule]:
+        return (module for module in self.modules() if isinstance(module, FSDPModule))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a model lives. `mesh` None: one rank, not wrapped."""
+
+    device: torch.device
+    mesh: DeviceMesh | None
+    compute_dtype: torch.dtype
+    cpu_offload: bool
+
+    @property
+    def parameter_device(self) -> torch.device:
+        return torch.device("cpu") if self.cpu_offload else self.device
+
+
+def build_model(
+    folder: ModelFolder, config: FsdpConfig, placement: Placement, *, seed: int, trained: bool
+) -> PackedModel:
+    """Loads the weights once, on rank 0, and spreads them. Frozen copies are kept in the compute dtype."""
+    attention = PACKED if config.attn_implementation == "packed" else config.attn_implementation
+    storage = torch.float32 if trained else placement.compute_dtype
+    mesh = placement.mesh
+    loaded = load_on_first_rank(folder, attention, seed, mesh)
+    if mesh is None:
+        if loaded is None:
+            raise AssertionError("one rank loads its own weights")
+        model = loaded.to(placement.device)
+    else:
+        model = folder.empty_model(attention)
+    store_parameters(model, storage)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained and is_trained(name, config))
+    packed = PackedModel(model, head=folder.head, log_probs_chunk_size=config.log_probs_chunk_size)
+    layers = decoder_layers(model)
+    if trained and config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            # The layer alone reads this flag to checkpoint; its children stay in eval mode, without dropout.
+            layer.training = True
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    if mesh is not None:
+        shard(packed, layers, config, placement, trained=trained)
+        fill(packed, loaded, placement)
+    return packed
+
+
+def store_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters only: buffers such as rotary frequencies keep their own precision."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def is_trained(name: str, config: FsdpConfig) -> bool:
+    only = config.only_train_params_name_list
+    wanted = not only or any(re.search(pattern, name) for pattern in only)
+    return wanted and not any(re.search(pattern, name) for pattern in config.freeze_params_name_list)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__}: no decoder layers found, so it can be neither sharded nor checkpointed."
+        )
+    return layers
+
+
+def load_on_first_rank(
+    folder: ModelFolder, attention: str, seed: int, mesh: DeviceMesh | None
+) -> PreTrainedModel | None:
+    """A failure on rank 0 is raised on every rank: none is left waiting."""
+    if mesh is None:
+        return folder.load_model(attention, seed)
+    loaded, problem = None, [""]
+    if mesh.get_rank() == 0:
+        try:
+            loaded = folder.load_model(attention, seed)
+        except ModelError as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0, group=mesh.get_group())
+    if problem[0]:
+        raise ModelError(problem[0])
+    return loaded
+
+
+def shard(
+    packed: PackedModel, layers: list[nn.Module], config: FsdpConfig, placement: Placement, *, trained: bool
+) -> None:
+    if placement.mesh is None:
+        raise AssertionError("sharding needs a mesh")
+    lower = placement.compute_dtype != torch.float32
+    common: dict[str, Any] = {
+        "mesh": placement.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=placement.compute_dtype if lower else None,
+            reduce_dtype=torch.float32 if lower else None,
+            cast_forward_inputs=True,
+        ),
+        "offload_policy": CPUOffloadPolicy() if placement.cpu_offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **common, reshard_after_forward=config.reshard_after_forward)
+    # The root's weights are wanted again as soon as the backward starts; a frozen copy has none.
+    fully_shard(packed, **common, reshard_after_forward=not trained)
+    for module in packed.shards():
+        # Sums, not averages: the loss already carries its denominator. gloo has no pre-multiplied sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
+    """Weights and buffers of rank 0 to every rank's shards."""
+    if placement.mesh is None:
+        raise AssertionError("there is nobody to fill")
+    packed.to_empty(device=placement.parameter_device)
+    set_model_state_dict(
+        packed.model,
+        {} if loaded is None else loaded.state_dict(),
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=placement.cpu_offload),
+    )
+    source = {} if loaded is None else dict(loaded.named_buffers())
+    for name, buffer in list(packed.model.named_buffers()):
+        values = torch.empty_like(buffer, device=placement.device)
+        if name in source:
+            values.copy_(source[name])
+        dist.broadcast(values, src=0, group=placement.mesh.get_group())
+        # Buffers are not sharded; they live where the forward runs.
+        owner, _, leaf = name.rpartition(".")
+        packed.model.get_submodule(owner)._buffers[leaf] = values

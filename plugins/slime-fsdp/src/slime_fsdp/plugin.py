@@ -1,0 +1,124 @@
+"""What the entry point `fsdp` names: options and layout. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.needs import Need
+from slime_core.errors import near_matches
+
+# Keys of a config.json that ask for something the packed forward does not do, each with the values that do not ask.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "attention_chunk_size": (None,),
+    "index_topk": (None,),
+}
+PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+class FsdpConfig(DriverConfig):
+    """Options of the FSDP backend."""
+
+    context_parallel_size: int = Field(1, gt=0)
+    """Ranks that share the tokens of each sequence (zigzag); the number of ranks must divide by it."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What forward and backward compute in; weights, gradient sums and optimiser are always float32. auto: float32 on
+    the CPU, bfloat16 on GPUs."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward: less memory, about a third slower."""
+    fsdp_cpu_offload: bool = False
+    """Keep weights, gradients and optimiser in host memory between uses. GPUs only."""
+    attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "packed"
+    """packed: ours, no padding and no dense mask. The others are those of transformers; sdpa and eager build a dense
+    mask over the whole micro-batch."""
+    log_probs_chunk_size: int = Field(0, ge=-1)
+    """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
+    compile: bool = False
+    """torch.compile each layer: faster steps after a slow start."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more memory."""
+    sync_each_micro_batch: bool | None = None
+    """Reduce gradients after every micro-batch, so that no rank holds whole gradients. Off: once a step, less
+    communication. By default on for GPUs, off on the CPU."""
+    freeze_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: parameters whose Hugging Face name matches one are not trained."""
+    only_train_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: if any is given, only parameters that match one are trained."""
+
+
+class Fsdp(BackendDriver):
+    """torch FSDP2 over the causal language models of transformers, on CPU (gloo) or GPU (NCCL)."""
+
+    Config: ClassVar[type[DriverConfig]] = FsdpConfig
+    provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+
+    @classmethod
+    def build(cls, config: FsdpConfig) -> TrainBackend:
+        from slime_fsdp.backend import FsdpBackend
+
+        return FsdpBackend(config)
+
+    @classmethod
+    def least_ranks(cls, config: FsdpConfig) -> int:
+        return config.context_parallel_size
+
+    @classmethod
+    def layout(cls, config: FsdpConfig, rank: int, world_size: int) -> Layout:
+        cp_size = config.context_parallel_size
+        return Layout(
+            dp_rank=rank // cp_size,
+            dp_size=world_size // cp_size,
+            cp_rank=rank % cp_size,
+            cp_size=cp_size,
+            reports=True,
+        )
+
+    @classmethod
+    def problems(cls, config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
+        cp_size = config.context_parallel_size
+        problems = []
+        if world_size % cp_size:
+            problems.append(
+                f"backend.context_parallel_size = {cp_size}: does not divide the {world_size} ranks; "
+                f"give a multiple of {cp_size} ranks or another size."
+            )
+        if cp_size > 1 and config.attn_implementation != "packed":
+            problems.append(
+                f'backend.attn_implementation = "{config.attn_implementation}": context parallelism needs "packed".'
+            )
+        return problems + architecture_problems(model_config)
+
+
+def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
+    model_type = model_config.get("model_type")
+    if model_type is None:
+        return ["the model's config.json has no model_type."]
+    problems: list[str] = []
+    if "auto_map" not in model_config:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            close = near_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            hint = f"; close: {', '.join(close)}" if close else ""
+            problems.append(
+                f'the model\'s config.json says model_type = "{model_type}": transformers has no causal language model '
+                f"of that name{hint}."
+            )
+    for name, harmless in UNSUPPORTED.items():
+        if (value := model_config.get(name)) not in harmless:
+            problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
+    unpacked = sorted(set(model_config.get("layer_types") or ()) - PACKED_LAYERS)
+    if unpacked:
+        problems.append(
+            f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
+            f"{' and '.join(sorted(PACKED_LAYERS))}."
+        )
+    return problems

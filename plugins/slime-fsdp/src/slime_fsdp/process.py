@@ -1,0 +1,71 @@
+"""The process group and the meshes of ranks: joined once, left by whoever made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slime_core.contracts.backend import TrainerSetup
+from slime_core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """`mesh` holds all ranks of the role, `cp_group` those that share sequences. Both None: a single rank without a
+    process group."""
+
+    mesh: DeviceMesh | None = None
+    cp_group: dist.ProcessGroup | None = None
+    made_group: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh is None or self.mesh.get_rank() == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.mesh is None else self.mesh.get_group()
+
+    def all_agree(self, flag: torch.Tensor) -> torch.Tensor:
+        """A bool scalar, true if it is true on every rank."""
+        if self.mesh is None or self.mesh.size() == 1:
+            return flag
+        votes = flag.to(torch.float32)
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
+        return votes > 0
+
+    def barrier(self) -> None:
+        if self.mesh is not None and self.mesh.size() > 1:
+            dist.barrier(group=self.group)
+
+    def leave(self) -> None:
+        if self.made_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(setup: TrainerSetup, *, cp_size: int, needs_mesh: bool) -> Ranks:
+    """Joins the default process group, or uses the one that another backend of this process has made."""
+    if setup.world_size == 1 and not needs_mesh:
+        return Ranks()
+    made = not dist.is_initialized()
+    if made:
+        # The host's collectives too: offloaded gradients and checkpoint plans are on the CPU.
+        backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+        if setup.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+    elif dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
+        raise ConfigError(
+            f"role {setup.role}: it is rank {setup.rank} of {setup.world_size}, but this process already is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()} for another role. Give both roles the same ranks."
+        )
+    mesh = init_device_mesh(setup.device, (setup.world_size,), mesh_dim_names=("shard",))
+    cp_group = None
+    if cp_size > 1:
+        grid = init_device_mesh(setup.device, (setup.world_size // cp_size, cp_size), mesh_dim_names=("dp", "cp"))
+        cp_group = grid["cp"].get_group()
+    return Ranks(mesh=mesh, cp_group=cp_group, made_group=made)

@@ -1,0 +1,31 @@
+"""OverlongPenalty: answers that come close to the length limit lose reward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_core.contracts.advantage import RewardShaper
+from slime_core.errors import ConfigError
+from slime_core.types.batch import Batch, Float64
+
+
+class OverlongPenalty(RewardShaper):
+    """r + factor x clip(((Lmax - Lc) - R) / Lc, -1, 0) with R trainable tokens, Lmax the limit, Lc the buffer.
+
+    No penalty up to Lmax - Lc tokens, the full one from Lmax on. Source: arXiv:2503.14476, section 3.4.
+    """
+
+    def __init__(self, *, buffer_len: int, penalty_factor: float) -> None:
+        self._buffer_len = buffer_len
+        self._penalty_factor = penalty_factor
+
+    def shape(self, rewards: Float64, batch: Batch, max_response_len: int) -> Float64:
+        if self._buffer_len >= max_response_len:
+            raise ConfigError(
+                f"algo.overlong_buffer_len = {self._buffer_len}: must be less than rollout.rollout_max_response_len = "
+                f"{max_response_len}, or every answer is punished for its length. Set algo.overlong_buffer_len to a "
+                f'part of it, such as {max(max_response_len // 5, 1)}, or take "overlong" out of algo.shaping.'
+            )
+        free_len = max_response_len - self._buffer_len
+        penalty = np.clip((free_len - batch.num_trainable) / self._buffer_len, -1.0, 0.0)
+        return rewards + self._penalty_factor * penalty

@@ -1,0 +1,1 @@
+"""The embedded rollout engine `local` and the weight transport `direct`."""

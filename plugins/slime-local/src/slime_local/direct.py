@@ -1,0 +1,69 @@
+"""The transport `direct`: the exporter's buckets are the engines' arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slime_core.contracts.transport import EngineLink, TrainerLink, WeightTransport
+from slime_core.errors import EngineError
+from slime_core.types.report import PublishReport
+
+if TYPE_CHECKING:
+    from slime_local.plugin import DirectConfig
+
+
+class DirectTransport(WeightTransport):
+    def __init__(self, config: DirectConfig) -> None:
+        self._config = config
+
+    async def push(self, trainers: TrainerLink, engines: EngineLink, version: int) -> PublishReport:
+        """Bucket i + 1 is exported while the engines load bucket i. Raises EngineError if an engine refuses a bucket,
+        does not have `version` afterwards, or, where asked, holds other bits than the first engine."""
+        started = time.perf_counter()
+        bytes_sent = buckets = 0
+        stream = trainers.stream_weights(version, self._config.update_weight_buffer_size)
+        loading: asyncio.Task[Sequence[Any]] | None = None
+        try:
+            async for bucket in stream:
+                if loading is not None:
+                    await loading
+                loading = asyncio.ensure_future(engines.each("load_bucket", bucket))
+                # Without this turn of the event loop an exporter that never awaits would run ahead of the engines.
+                await asyncio.sleep(0)
+                buckets += 1
+                # Under Ray a bucket is a reference; its size stays in shared memory and is not counted.
+                bytes_sent += getattr(getattr(bucket, "data", None), "nbytes", 0)
+            if loading is not None:
+                await loading
+        finally:
+            await _wind_up(stream, loading)
+        if not buckets:
+            raise EngineError(f"transport direct: the trainer exported no weights for version {version}.")
+        await self._verify(engines, version)
+        return PublishReport(
+            version=version, seconds=time.perf_counter() - started, bytes_sent=bytes_sent, buckets=buckets
+        )
+
+    async def _verify(self, engines: EngineLink, version: int) -> None:
+        held = await engines.each("version")
+        wrong = [f"engine {index} has {has}" for index, has in enumerate(held) if has != version]
+        if wrong:
+            raise EngineError(f"transport direct: pushed version {version}, but {', '.join(wrong)}.")
+        if self._config.check_weight_update_equal:
+            sums = await engines.each("checksum")
+            if len(set(sums)) > 1:
+                listed = ", ".join(f"engine {index}: {checksum}" for index, checksum in enumerate(sums))
+                raise EngineError(f"transport direct: weights of version {version} differ between engines ({listed}).")
+
+
+async def _wind_up(stream: AsyncIterator[Any], loading: asyncio.Task[Sequence[Any]] | None) -> None:
+    """After an error no load may go on behind the caller's back, and the exporter has to hear that nobody listens."""
+    if loading is not None and not loading.done():
+        loading.cancel()
+        await asyncio.wait([loading])
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()

@@ -1,0 +1,248 @@
+"""LocalEngine: the asynchronous face of the decoder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
+from slime_core.errors import EngineError
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.weights import Bucket
+from slime_local.decoder import Decoder
+from slime_local.model import RolloutModel, load_model
+from slime_local.request_row import RequestRow, Ticket
+from slime_local.stop_text import StopText
+from slime_local.weights import WeightLoader
+
+if TYPE_CHECKING:
+    from slime_local.plugin import LocalConfig
+
+
+class LocalEngine(RolloutEngine):
+    """Continuous batching over a transformers model, in the event loop of the caller.
+
+    One background task runs decode steps while there is work, and gives the loop a turn after each. The random draw
+    for a token depends on the request's seed and the token's position in the sequence alone, so that an aborted
+    request goes on with the same draws when it is sent again with its tokens so far. Log-probs are those of the full
+    vocabulary at the sampling temperature, whatever top-p, top-k, min_new_tokens or a repetition penalty left out.
+
+    While a version is partly loaded nothing is sampled, paused or not. Requests that run when a version becomes
+    active keep their tokens, and their keys and values are computed anew under the new weights.
+    """
+
+    def __init__(self, config: LocalConfig) -> None:
+        self._config = config
+        self._setup: EngineSetup | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: EngineError | None = None
+        self._paused = False
+        self._asleep = False
+        self._version = -1
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Loads the weights of the folder; the version stays -1 until a first set of buckets. Raises ModelError."""
+        if self._setup is not None:
+            raise EngineError(f"engine {setup.index} has been started already.")
+        self._model: RolloutModel = load_model(self._config, setup)
+        self._stop_text = StopText(setup.model_path, setup.trust_remote_code)
+        self._decoder = Decoder(
+            self._model,
+            self._stop_text,
+            engine_index=setup.index,
+            max_running=min(self._config.max_running, setup.max_batch),
+            max_prefill_tokens=self._config.max_prefill_tokens,
+            kv_cache_bytes=self._config.kv_cache_bytes,
+        )
+        self._loader = WeightLoader(self._model.network, setup.index)
+        self._runnable = asyncio.Event()
+        self._setup = setup
+        self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
+        self._task.add_done_callback(self._note_end)
+        return EngineInfo(
+            capabilities=frozenset({Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP})
+        )
+
+    # ---------------------------------------------------------------- the decode task
+
+    async def _serve(self) -> None:
+        while True:
+            await self._runnable.wait()
+            self._decoder.step()
+            self._consider()
+            await asyncio.sleep(0)
+
+    def _consider(self) -> None:
+        """Lets the decode task run exactly when there is work and nothing holds it."""
+        held = self._paused or self._asleep or self._loader.incomplete
+        if self._decoder.busy and not held:
+            self._runnable.set()
+        else:
+            self._runnable.clear()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """The decode task has ended, by `stop` or by an error: nobody may wait for it any longer."""
+        cause = None if task.cancelled() else task.exception()
+        text = f"{type(cause).__name__}: {cause}" if cause is not None else "it was stopped"
+        self._failure = EngineError(f"{self._name} does not decode any more: {text}.")
+        self._failure.__cause__ = cause
+        self._decoder.fail(self._failure)
+
+    @property
+    def _name(self) -> str:
+        return "engine local" if self._setup is None else f"engine {self._setup.index}"
+
+    def _ready(self) -> EngineSetup:
+        if self._setup is None:
+            raise EngineError("engine local: not started; call start first.")
+        if self._failure is not None:
+            raise self._failure
+        return self._setup
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Raises EngineError for a request that cannot be served, before any of the call runs."""
+        setup = self._ready()
+        if self._asleep:
+            raise EngineError(f"{self._name}: generate while asleep; call wake first.")
+        if not requests:
+            return []
+        self._check(requests)
+        ticket = Ticket(len(requests))
+        rows = []
+        for place, request in enumerate(requests):
+            limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
+            row = RequestRow(request, ticket, place, limit)
+            if limit > 0:
+                rows.append(row)
+            else:
+                row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, setup.index)
+        self._decoder.submit(rows)
+        self._consider()
+        try:
+            return await ticket.future
+        except asyncio.CancelledError:
+            self._decoder.end(lambda row: row.ticket is ticket)
+            self._consider()
+            raise
+
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+        for params in {request.sampling for request in requests}:
+            problem = _sampling_problem(params, self._model.vocab_size)
+            if problem:
+                raise EngineError(f"{self._name}: {problem}.")
+            if params.stop:
+                self._stop_text.prepare()
+        counts = Counter(request.request_id for request in requests)
+        twice = [name for name, count in counts.items() if count > 1 or name in self._decoder.request_ids]
+        if twice:
+            raise EngineError(
+                f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
+            )
+        tokens = np.concatenate([request.token_ids for request in requests])
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self._model.vocab_size):
+            raise EngineError(
+                f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
+                f"{self._model.vocab_size}. Prompt and engine must use one tokenizer."
+            )
+        empty = [request.request_id for request in requests if not len(request.token_ids)]
+        if empty:
+            raise EngineError(f"{self._name}: request {empty[0]} has no tokens; a prompt needs at least one.")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ids that are not running are ignored: they may just have ended."""
+        self._ready()
+        wanted = None if request_ids is None else set(request_ids)
+        self._decoder.end(lambda row: wanted is None or row.request.request_id in wanted)
+        self._consider()
+
+    # ---------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        self._ready()
+        self._paused = True
+        self._consider()
+
+    async def resume(self) -> None:
+        """Raises EngineError if a version is partly loaded."""
+        self._ready()
+        if self._loader.incomplete:
+            raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
+        self._paused = False
+        self._consider()
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """See `WeightLoader.load`."""
+        self._ready()
+        if self._asleep:
+            raise EngineError(f"{self._name}: load_bucket while asleep; call wake first.")
+        try:
+            complete = self._loader.load(bucket)
+            if complete:
+                self._version = bucket.version
+                self._decoder.activate(bucket.version)
+        finally:
+            self._consider()
+
+    async def version(self) -> int:
+        self._ready()
+        return self._version
+
+    async def checksum(self) -> str:
+        """See `WeightLoader.checksum`."""
+        self._ready()
+        return self._loader.checksum()
+
+    # ---------------------------------------------------------------- life
+
+    async def sleep(self) -> None:
+        """Frees keys and values; on a GPU the weights move to the host as well."""
+        self._ready()
+        if self._asleep:
+            return
+        self._decoder.release()
+        self._asleep = True
+        if self._model.device.type == "cuda":
+            self._model.network.to("cpu")
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        self._ready()
+        self._model.network.to(self._model.device)
+        self._asleep = False
+        self._consider()
+
+    async def health(self) -> None:
+        self._ready()
+
+    async def stop(self) -> None:
+        """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
+        if self._task is None or self._task.done():
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+def _sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
+    if not 0 <= params.temperature < float("inf"):
+        return f"temperature = {params.temperature}: must be 0 (greedy) or above"
+    if not 0 < params.top_p <= 1:
+        return f"top_p = {params.top_p}: must be above 0 and at most 1"
+    if params.top_k < -1 or params.top_k == 0:
+        return f"top_k = {params.top_k}: must be above 0, or -1 for all"
+    if not params.repetition_penalty > 0:
+        return f"repetition_penalty = {params.repetition_penalty}: must be above 0"
+    if params.max_new_tokens < 0 or params.min_new_tokens < 0:
+        return f"max_new_tokens = {params.max_new_tokens}, min_new_tokens = {params.min_new_tokens}: must be 0 or above"
+    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
+    if "" in params.stop:
+        return "stop holds an empty string, which every text ends with"
+    return None

@@ -1,0 +1,118 @@
+"""The transformers model as the engine uses it: loaded, probed, and called for logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import ModelError
+from slime_local.attention import NAME
+from slime_local.kv_store import LayerShape, ProbeView
+from slime_local.linear import onednn_available, use_onednn
+
+if TYPE_CHECKING:
+    from slime_local.plugin import LocalConfig
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutModel:
+    network: PreTrainedModel
+    device: torch.device
+    vocab_size: int
+    stop_ids: frozenset[int]
+    """End-of-sequence tokens of the generation config and of the model config."""
+    layers: tuple[LayerShape, ...]
+
+    def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        """Of the last column: (B, V) float32. `ids`, `positions` (B, P) int64; see `attention.attend` for the mask."""
+        output = self.network(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
+    """Raises ModelError for what the engine cannot decode: attention that is not transformers' own interface, layers
+    that keep other state than keys and values, end-of-sequence ids outside the vocabulary."""
+    if setup.device == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"engine {setup.index}: device cuda was asked for, but torch sees no GPU here.")
+    device = torch.device(setup.device)
+    network = AutoModelForCausalLM.from_pretrained(
+        setup.model_path,
+        dtype=config.dtype,
+        attn_implementation=NAME,
+        trust_remote_code=setup.trust_remote_code,
+        local_files_only=True,
+    )
+    network = network.to(device).eval().requires_grad_(False)
+    kinds = set(getattr(network.config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        raise ModelError(
+            f"{setup.model_path}: layers of type {', '.join(sorted(kinds))}; engine local decodes "
+            f"{' and '.join(sorted(_LAYER_TYPES))} only. Use another engine for this model."
+        )
+    if _wants_onednn(config, network):
+        use_onednn(network)
+    vocab_size = network.get_input_embeddings().num_embeddings
+    return RolloutModel(
+        network=network,
+        device=device,
+        vocab_size=vocab_size,
+        stop_ids=_stop_ids(network, vocab_size),
+        layers=_probe(network, device),
+    )
+
+
+def _wants_onednn(config: LocalConfig, network: PreTrainedModel) -> bool:
+    fits = network.device.type == "cpu" and network.dtype == torch.float32
+    if config.linear == "onednn" and not (fits and onednn_available()):
+        raise ModelError(
+            f'engine.linear = "onednn": needs a CPU, float32 and a torch with oneDNN; here {network.device.type}, '
+            f"{str(network.dtype).removeprefix('torch.')}, oneDNN {'present' if onednn_available() else 'absent'}. "
+            'Use linear = "auto".'
+        )
+    return config.linear != "torch" and fits and onednn_available()
+
+
+def _stop_ids(network: PreTrainedModel, vocab_size: int) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (network.generation_config, network.config):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    outside = sorted(token for token in found if not 0 <= token < vocab_size)
+    if outside:
+        raise ModelError(
+            f"{network.config.name_or_path}: eos_token_id {outside} is outside the vocabulary of {vocab_size}; "
+            "correct config.json and generation_config.json."
+        )
+    return frozenset(found)
+
+
+@torch.inference_mode()
+def _probe(network: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
+    """One token through the model: which layers keep keys and values, and of what shape."""
+    cache = ProbeView()
+    one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    network(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    layers = cache.layers_seen
+    expected = network.config.get_text_config().num_hidden_layers
+    if not network.is_backend_compatible() or sorted(layers) != list(range(expected)):
+        raise ModelError(
+            f"{network.config.name_or_path}: {type(network).__name__} does not keep keys and values in transformers' "
+            "cache and attention interfaces in every layer. Use another engine for this model."
+        )
+    return tuple(layers[index] for index in sorted(layers))

@@ -1,0 +1,93 @@
+"""A request on its way through the engine, and the call of `generate` that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.errors import EngineError
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.sample import VersionSpan
+
+
+class Ticket:
+    """The answers to one call of `generate`; `future` is done when the last one is in."""
+
+    def __init__(self, size: int) -> None:
+        self.future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._answers: list[Completion | None] = [None] * size
+        self._missing = size
+
+    def put(self, place: int, completion: Completion) -> None:
+        self._answers[place] = completion
+        self._missing -= 1
+        if not self._missing and not self.future.done():
+            self.future.set_result([answer for answer in self._answers if answer is not None])
+
+    def fail(self, error: EngineError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRow:
+    request: GenerateRequest
+    ticket: Ticket
+    place: int
+    """Of the answer in the ticket."""
+    limit: int
+    """New tokens at most, > 0."""
+    start: int = 0
+    """Column of the prompt's first token, once admitted."""
+    shared_tokens: int = 0
+    """Prompt tokens whose keys and values another row of the same admission computed."""
+    stale: bool = False
+    """Keys and values were computed by other weights."""
+    version: int = -1
+    """Of the weights that write the current span."""
+    span_start: int = 0
+    """Column where the current span starts."""
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and response that it may reach."""
+        return self.prompt_length + self.limit
+
+    @property
+    def answer_start(self) -> int:
+        return self.start + self.prompt_length
+
+    def close_span(self, end: int, version: int) -> None:
+        """Tokens up to column `end` belong to the weights so far, later ones to `version`."""
+        if end > self.span_start:
+            first = self.answer_start
+            self.spans.append(VersionSpan(self.version, self.span_start - first, end - first))
+        self.version, self.span_start = version, end
+
+    def answer(
+        self,
+        tokens: npt.NDArray[np.int32],
+        log_probs: npt.NDArray[np.float32],
+        reason: FinishReason,
+        engine_index: int,
+    ) -> None:
+        self.ticket.put(
+            self.place,
+            Completion(
+                request_id=self.request.request_id,
+                token_ids=tokens,
+                log_probs=log_probs,
+                finish_reason=reason,
+                spans=tuple(self.spans),
+                cached_tokens=self.shared_tokens,
+                engine_index=engine_index,
+            ),
+        )

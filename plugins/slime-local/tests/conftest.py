@@ -1,0 +1,47 @@
+"""Tiny random models in temporary folders, and the engine on them."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 31
+EOS = 2
+
+
+def small(config_class, **options):
+    return config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        eos_token_id=EOS,
+        bos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.35,
+        **options,
+    )
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory):
+    torch.manual_seed(11)
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3ForCausalLM(small(Qwen3Config, tie_word_embeddings=True)).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB - 1)} | {"[UNK]": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    torch.manual_seed(12)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(small(LlamaConfig, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder

@@ -1,0 +1,53 @@
+"""Groups to columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_core.types.batch import Batch
+from slime_core.types.sample import Sample, SampleGroup, Status
+
+
+def assemble(groups: Sequence[SampleGroup]) -> Batch:
+    """The samples of these groups as columns, groups in the order given, samples in the order of the group.
+
+    Samples without a reward count in no group statistic and train nothing; so do removed ones, but these do count in
+    the statistics. Token masks are final in the result.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+
+    def column(value: Callable[[Sample], Any], dtype: Any) -> Any:
+        return np.fromiter((value(s) for s in samples), dtype, count=len(samples))
+
+    def ragged(values: Sequence[Any], dtype: Any) -> Any:
+        return np.concatenate([np.empty(0, dtype), *values]).astype(dtype, copy=False)
+
+    return Batch(
+        index=column(lambda s: s.index, np.int64),
+        group_index=column(lambda s: s.group_index, np.int64),
+        rollout_id=column(lambda s: s.rollout_id, np.int64),
+        credit_key=column(lambda s: s.group_index if s.credit_key is None else s.credit_key, np.int64),
+        reward=column(lambda s: np.nan if s.reward is None else s.reward, np.float64),
+        truncated=column(lambda s: s.status is Status.TRUNCATED, np.bool_),
+        prompt_length=column(lambda s: s.prompt_length, np.int32),
+        response_length=column(lambda s: s.response_length, np.int32),
+        tokens=ragged([s.tokens for s in samples], np.int32),
+        mask=ragged([s.loss_mask if trains(s) else np.zeros_like(s.loss_mask) for s in samples], np.uint8),
+        rollout_log_probs=ragged([s.rollout_log_probs for s in samples], np.float32),
+        version=ragged([token_versions(s) for s in samples], np.int32),
+    )
+
+
+def trains(sample: Sample) -> bool:
+    """Whether any of its tokens may be trained."""
+    return not sample.remove_sample and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+def token_versions(sample: Sample) -> np.ndarray[Any, np.dtype[np.int32]]:
+    versions = np.full(sample.response_length, -1, np.int32)
+    for version, start, end in sample.spans:
+        versions[start:end] = version
+    return versions

@@ -1,0 +1,49 @@
+"""Forward FLOPs of a sequence, from a model's config: for balancing ranks and for the perf metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide how much work a token is."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width of the MLP that a token passes: of all experts that are active for it."""
+    vocab: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From the content of a Hugging Face config.json."""
+        config = config.get("text_config", config)
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        active = config.get("num_experts_per_tok")
+        ffn = config["intermediate_size"] if active is None else active * config["moe_intermediate_size"]
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            ffn=ffn,
+            vocab=config["vocab_size"],
+        )
+
+    def forward_flops(self, lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+        """FLOPs of one forward over sequences of these lengths: projections, attention, MLP, and the head once."""
+        tokens = np.asarray(lengths, np.float64)
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linear = 2 * self.hidden * (q + 2 * kv + q) + 6 * self.hidden * self.ffn
+        attention = 2 * q * tokens * tokens
+        return self.num_layers * (linear * tokens + attention) + 2 * self.hidden * self.vocab * tokens

@@ -1,0 +1,169 @@
+"""PromptRenderer: a raw row becomes a prompt: keys, chat template, tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from slime_core.buffer.json_text import json_text
+from slime_core.errors import ConfigError, DataError, ModelError
+from slime_core.types.prompt import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESERVED_TEMPLATE_KWARGS: Final = frozenset(
+    {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
+)
+"""What the renderer decides itself when it calls the template."""
+
+
+class PromptRenderer:
+    """With the chat template off, the row's string is the prompt, and no special tokens are added. With it on, a
+    string is one user message, and the template gets the row's tools and ends with the generation prompt.
+
+    The input key and, if set, the label key must be in every row; metadata and tools are optional. Tools are a list
+    or its JSON text, and are kept in the prompt's metadata too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        input_key: str = "input",
+        label_key: str | None = None,
+        metadata_key: str = "metadata",
+        tool_key: str = "tools",
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_len: int | None = None,
+    ) -> None:
+        self.max_prompt_len = max_prompt_len
+        self._tokenizer = tokenizer
+        self._input_key = input_key
+        self._label_key = label_key
+        self._metadata_key = metadata_key
+        self._tool_key = tool_key
+        self._apply_chat_template = apply_chat_template
+        self._template_kwargs = dict(apply_chat_template_kwargs or {})
+        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self._template_kwargs.keys()):
+            raise ConfigError(f"apply_chat_template_kwargs: {', '.join(reserved)} cannot be set; slime decides it")
+        if apply_chat_template and not tokenizer.chat_template:
+            raise ModelError(
+                f"apply_chat_template is on, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat "
+                "template: add chat_template.jinja to the model's folder, or leave out --apply-chat-template and give "
+                "whole prompts as strings"
+            )
+
+    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str) -> Prompt:
+        """DataError names `origin` if a key is missing, a value has the wrong type, or the template fails."""
+        value = self._required(row, self._input_key, "input_key", origin)
+        label = None if self._label_key is None else self._required(row, self._label_key, "label_key", origin)
+        metadata = dict(self._optional_object(row, origin))
+        tools = self._tools(row, origin)
+        if tools is not None:
+            metadata["tools"] = tools
+        json_text(label, f"{origin}: the label")
+        json_text(metadata, f"{origin}: the metadata")
+        messages = None
+        text = value
+        if self._apply_chat_template:
+            messages = self._messages(value, origin)
+            text = self._render_template(messages, tools, origin)
+        elif isinstance(value, list):
+            raise DataError(
+                f'{origin}: "{self._input_key}" is a list of messages, which needs the chat template: type '
+                "--apply-chat-template"
+            )
+        elif not isinstance(value, str):
+            raise self._wrong_input(value, origin)
+        return Prompt(
+            group_index=group_index,
+            text=text,
+            token_ids=self._token_ids(text, origin),
+            label=label,
+            messages=messages,
+            tools=tools,
+            metadata=metadata,
+            origin=origin,
+        )
+
+    def accepts(self, prompt: Prompt) -> bool:
+        return self.max_prompt_len is None or len(prompt.token_ids) <= self.max_prompt_len
+
+    def _required(self, row: Mapping[str, Any], key: str, option: str, origin: str) -> Any:
+        if key not in row:
+            raise DataError(f'{origin}: no key "{key}" ({option}); the row has: {", ".join(row) or "no keys"}')
+        return row[key]
+
+    def _optional_object(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+        metadata = row.get(self._metadata_key)
+        if metadata is None:
+            return {}
+        if not isinstance(metadata, dict):
+            raise DataError(
+                f'{origin}: "{self._metadata_key}" (metadata_key) must be an object, found {_shown(metadata)}'
+            )
+        return metadata
+
+    def _tools(self, row: Mapping[str, Any], origin: str) -> list[dict[str, Any]] | None:
+        tools = row.get(self._tool_key)
+        if isinstance(tools, str) and tools:
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise DataError(f'{origin}: "{self._tool_key}" (tool_key) is not valid JSON: {error}') from error
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise DataError(f'{origin}: "{self._tool_key}" (tool_key) must be a list of objects, found {_shown(tools)}')
+        return tools
+
+    def _messages(self, value: Any, origin: str) -> Sequence[Message]:
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        if not isinstance(value, list) or not value:
+            raise self._wrong_input(value, origin)
+        for number, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise DataError(
+                    f'{origin}: message {number} of "{self._input_key}" is not an object with a role, '
+                    f"found {_shown(message)}"
+                )
+        json_text(value, f'{origin}: "{self._input_key}"')
+        return value
+
+    def _wrong_input(self, value: Any, origin: str) -> DataError:
+        return DataError(
+            f'{origin}: "{self._input_key}" (input_key) must be a string or a list of messages, found {_shown(value)}'
+        )
+
+    def _render_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, origin: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"{origin}: the chat template failed: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _token_ids(self, text: str, origin: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{origin}: the prompt is not valid Unicode: {error}") from error
+        token_ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        if not len(token_ids):
+            raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
+        return token_ids
+
+
+def _shown(value: Any, length: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[:length] + "…"

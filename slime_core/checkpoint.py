@@ -1,0 +1,127 @@
+"""Checkpoints: atomic, verified run state. Written aside, synced, marked complete, renamed; the newest complete wins."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from slime_core.errors import CheckpointError, StorageError
+
+COMPLETE: Final = "COMPLETE"
+STATE_FILE: Final = "state.json"
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The driver's own part of a checkpoint; the buffer and the trainers write theirs beside it."""
+
+    rollout_id: int = 0
+    """The next rollout step to train: steps below it are done."""
+    version: int = 0
+    """Policy version: one more for each rollout batch trained."""
+    optimizer_steps: int = 0
+    next_collect: int = 0
+    """The next rollout step to collect; those from rollout_id up to it are in the checkpoint as accepted groups."""
+    tokens: int = 0
+    """Tokens trained on so far."""
+    seconds: float = 0.0
+    """Wall time of all attempts up to here."""
+
+
+class CheckpointStore:
+    """The checkpoints/ folder of a run."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    async def save(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Path:
+        """`write` fills the folder that it is given. StorageError if that fails for want of space; what was there before
+        stays as it was."""
+        final = self._folder / f"step_{state.rollout_id}"
+        aside = self._folder / f".step_{state.rollout_id}.writing"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            await write(aside)
+            (aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
+            for path in files:
+                sync(path)
+            (aside / COMPLETE).write_text(json.dumps(sizes, indent=1))
+            sync(aside / COMPLETE)
+            sync(aside)
+            if final.exists():
+                shutil.rmtree(final)
+            aside.rename(final)
+            sync(self._folder)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise storage_error(final, error) from error
+        self._forget_old()
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        found = self._folder.glob(f"step_*/{COMPLETE}")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+
+    def load(self, step: int | None = None) -> tuple[RunState, Path] | None:
+        """The newest complete checkpoint (or that of `step`), verified; None if there is none."""
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; there is {steps or 'none'}.")
+        if not steps:
+            return None
+        folder = self._folder / f"step_{steps[-1] if step is None else step}"
+        self._verify(folder, steps)
+        state = json.loads((folder / STATE_FILE).read_text())
+        if (found := state.pop("format")) != FORMAT:
+            raise CheckpointError(f"{folder}: written in format {found}; this slime reads format {FORMAT}.")
+        return RunState(**state), folder
+
+    def _verify(self, folder: Path, steps: list[int]) -> None:
+        for name, size in json.loads((folder / COMPLETE).read_text()).items():
+            path = folder / name
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                older = [step for step in steps if step < int(folder.name.removeprefix("step_"))]
+                way_out = (
+                    f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start anew with --fresh"
+                )
+                found = "is missing" if actual is None else f"has {actual} of {size} bytes"
+                raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
+
+    def _forget_old(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            # The marker goes first, so that a half-removed checkpoint is never taken for a complete one.
+            folder = self._folder / f"step_{step}"
+            (folder / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
+        return StorageError(
+            f"{path}: no space left to write it ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched: "
+            "free some space or say --runs-dir, and start the run again to go on."
+        )
+    return StorageError(f"{path}: cannot be written: {error}")
+
+
+def sync(path: Path) -> None:
+    """Forces a file's (or a folder's) content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

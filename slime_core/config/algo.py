@@ -1,0 +1,52 @@
+"""The kernel's own keys of the `algo` table. What belongs to a part (eps_clip, gamma, …) is that part's option."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.table import Table
+from slime_core.contracts.aggregation import Aggregation
+
+
+class AlgoConfig(Table):
+    """A recipe, with whatever the run file overrides in it."""
+
+    advantage: PluginTable
+    """Advantage estimator."""
+    loss: PluginTable
+    """Policy loss."""
+    critic_loss: PluginTable | None = None
+    """Loss of the critic role, if the recipe has one."""
+    aggregation: Aggregation = Aggregation.SEQ_MEAN
+    """How per-token values become the loss: seq_mean, token_mean or constant."""
+    calculate_per_token_loss: bool = False
+    """slime's name for aggregation token_mean; wins over the recipe's aggregation."""
+    shaping: tuple[PluginTable, ...] = ()
+    """Reward shapers, in order, before the advantage."""
+    corrections: tuple[PluginTable, ...] = ()
+    """Off-policy corrections, in order."""
+    use_kl_loss: bool = False
+    """Log the KL loss term even at coefficient 0; a non-zero kl_loss_coef implies it."""
+    kl_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the KL term in the loss."""
+    kl_loss_type: PluginTable = PluginTable(name="k3")
+    """Estimator of the KL term in the loss."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty in the reward."""
+    kl_reward_type: PluginTable = PluginTable(name="k1")
+    """Estimator of the KL penalty in the reward."""
+    use_unbiased_kl: bool = False
+    """Multiply the KL of the loss by exp(l - old), which keeps it unbiased off-policy."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    normalize_advantages: bool = False
+    """Whiten advantages over the trainable tokens of the whole batch."""
+    use_rollout_logprobs: bool = False
+    """Take the engine's log-probs for the old ones."""
+    get_mismatch_metrics: bool = False
+    """Recompute old log-probs for the trainer/engine gap metrics even when nothing else needs them."""
+
+    @property
+    def with_kl_loss(self) -> bool:
+        return self.use_kl_loss or self.kl_loss_coef != 0.0

@@ -1,0 +1,240 @@
+"""Binding: names become drivers, options become their Configs, and everything is checked against everything else.
+
+Nothing is built here and nothing heavy is imported: `slime run --dry-run` and the schema stop at this point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_core import groups
+from slime_core.config.algo import AlgoConfig
+from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundRun, Part
+from slime_core.config.checks import cross_checks
+from slime_core.config.evaluation import EvalDefaults
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.run import RunConfig
+from slime_core.contracts.driver import DriverConfig
+from slime_core.errors import ConfigError, PluginError, near_matches
+from slime_core.registry import Registry, bind
+from slime_core.registry.options import problem_line
+
+from pydantic import ValidationError
+
+
+@dataclass(frozen=True, slots=True)
+class Binder:
+    """Collects problems instead of stopping at the first."""
+
+    registry: Registry
+    base: Path
+    problems: list[str]
+
+    def part(self, group: str, table: PluginTable, where: str) -> Part | None:
+        """The driver of `table.name` with its options bound; None after noting the problem."""
+        try:
+            resolved = self.registry.resolve(group, table.name, where=f"{where}.name")
+            config = bind(resolved, table.options, where=where, base=self.base)
+        except ConfigError as error:
+            self.problems.extend(error.problems)
+        except PluginError as error:
+            self.problems.append(str(error))
+        else:
+            return Part(
+                group=group, name=table.name, where=where, entry=resolved.entry, driver=resolved.driver, config=config
+            )
+        return None
+
+    def parts(self, group: str, tables: Sequence[PluginTable], where: str) -> tuple[Part, ...]:
+        bound = [self.part(group, table, f"{where}[{number}]") for number, table in enumerate(tables)]
+        return tuple(part for part in bound if part is not None)
+
+
+def bind_run(config: RunConfig, registry: Registry, *, base: Path) -> BoundRun:
+    """Raises ConfigError with every problem of names, options and their combination."""
+    binder = Binder(registry, base, [])
+    algo = bind_algo(config.algo, binder)
+    backend = binder.part(groups.BACKENDS, config.backend, "backend")
+    engine = binder.part(groups.ENGINES, config.engine, "engine")
+    transport_name = config.sync.transport or (
+        engine.driver.transports[0] if engine and engine.driver.transports else None
+    )
+    transport = None
+    if transport_name is not None:
+        table = PluginTable.model_validate({"name": transport_name, **(config.sync.model_extra or {})})
+        transport = binder.part(groups.TRANSPORTS, table, "sync")
+    source_table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
+    source = binder.part(groups.SOURCES, source_table, "data")
+    reward = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
+    generate = binder.part(groups.GENERATORS, config.generate, "generate")
+    collector = binder.part(groups.COLLECTORS, config.rollout.collector, "rollout.collector")
+    buffer_filter = binder.part(groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter")
+    recipe_filters = () if algo is None else tuple(PluginTable(name=name) for name in algo.recipe.filters)
+    chosen = {table.name for table in config.rollout.filters}
+    filters = binder.parts(
+        groups.FILTERS,
+        (*(table for table in recipe_filters if table.name not in chosen), *config.rollout.filters),
+        "rollout.filters",
+    )
+    trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
+    middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
+    evals = tuple(bind_eval_set(config, name, binder, reward, generate) for name in config.eval.datasets)
+
+    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter):
+        raise ConfigError(binder.problems)
+    assert algo and backend and engine and source and generate and collector and buffer_filter  # noqa: PT018
+    run = BoundRun(
+        config=config,
+        registry=registry,
+        base=base,
+        algo=algo,
+        backend=backend,
+        engine=engine,
+        transport=transport,
+        source=source,
+        reward=reward,
+        generate=generate,
+        collector=collector,
+        buffer_filter=buffer_filter,
+        filters=filters,
+        trackers=trackers,
+        middlewares=middlewares,
+        evals=evals,
+    )
+    if problems := cross_checks(run):
+        raise ConfigError(problems)
+    return run
+
+
+def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
+    """A recipe under the run file's overrides: kernel keys to AlgoConfig, every other key to the parts that know it."""
+    try:
+        resolved = binder.registry.resolve(groups.ALGORITHMS, table.name, where="algo.name")
+    except PluginError as error:
+        binder.problems.append(str(error))
+        return None
+    recipe = resolved.recipe
+    asked = dict(table.options)
+    defaults = dict(recipe.options) | {
+        "advantage": recipe.advantage,
+        "loss": recipe.loss,
+        "aggregation": recipe.aggregation,
+        "shaping": list(recipe.shaping),
+        "corrections": list(recipe.corrections),
+    }
+    kernel_keys = set(AlgoConfig.model_fields)
+    merged = defaults | asked
+    try:
+        keys = AlgoConfig.model_validate({k: v for k, v in merged.items() if k in kernel_keys})
+    except ValidationError as error:
+        binder.problems.extend(problem_line(e, AlgoConfig, merged, "slime", "algo") for e in error.errors())
+        return None
+    slots: list[tuple[str, str, PluginTable]] = [
+        ("advantage", groups.ADVANTAGES, keys.advantage),
+        ("loss", groups.LOSSES, keys.loss),
+        *((f"shaping[{n}]", groups.ADVANTAGES, t) for n, t in enumerate(keys.shaping)),
+        *((f"corrections[{n}]", groups.CORRECTIONS, t) for n, t in enumerate(keys.corrections)),
+    ]
+    if keys.with_kl_loss:
+        slots.append(("kl_loss_type", groups.KL, keys.kl_loss_type))
+    if keys.kl_coef:
+        slots.append(("kl_reward_type", groups.KL, keys.kl_reward_type))
+    if keys.critic_loss is not None:
+        slots.append(("critic_loss", groups.LOSSES, keys.critic_loss))
+
+    known: dict[str, type[DriverConfig]] = {}
+    parts: dict[str, Part] = {}
+    failed = False
+    for slot, group, part_table in slots:
+        try:
+            part_resolved = binder.registry.resolve(group, part_table.name, where=f"algo.{slot}")
+        except PluginError as error:
+            binder.problems.append(str(error))
+            failed = True
+            continue
+        fields = part_resolved.driver.Config.model_fields
+        known |= dict.fromkeys(fields, part_resolved.driver.Config)
+        # What a recipe says to its part does not go to another part that was put in its place.
+        replaced = slot in ("advantage", "loss") and part_table.name != getattr(recipe, slot)
+        flat = {k: v for k, v in (asked if replaced else merged).items() if k in fields and k not in kernel_keys}
+        part = binder.part(
+            group,
+            PluginTable.model_validate({"name": part_table.name} | flat | dict(part_table.options)),
+            f"algo.{slot}" if part_table.options else "algo",
+        )
+        if part is None:
+            failed = True
+        else:
+            parts[slot] = part
+    if failed:
+        return None
+    unknown = [key for key in asked if key not in kernel_keys and key not in known]
+    for key in unknown:
+        available = sorted(kernel_keys | set(known))
+        close = near_matches(key, available)
+        matched = f"; close match: {', '.join(close)}" if close else ""
+        named = ", ".join(sorted({part.name for part in parts.values()}))
+        binder.problems.append(
+            f'algo.{key}: no part of "{table.name}" ({named}) has this option{matched}. Available: {", ".join(available)}.'
+        )
+    if unknown:
+        return None
+    return BoundAlgo(
+        name=table.name,
+        entry=resolved.entry,
+        recipe=recipe,
+        keys=keys,
+        advantage=parts["advantage"],
+        loss=parts["loss"],
+        kl_loss=parts.get("kl_loss_type"),
+        kl_reward=parts.get("kl_reward_type"),
+        critic_loss=parts.get("critic_loss"),
+        shaping=tuple(part for slot, part in parts.items() if slot.startswith("shaping")),
+        corrections=tuple(part for slot, part in parts.items() if slot.startswith("corrections")),
+    )
+
+
+def bind_eval_set(
+    config: RunConfig, name: str, binder: Binder, reward: Part | None, generate: Part | None
+) -> BoundEvalSet:
+    """Precedence per field: set > eval.defaults > eval_* > rollout_* (or the data table's key)."""
+    own, evals, rollout, data = config.eval.datasets[name], config.eval, config.rollout, config.data
+    where = f"eval.datasets.{name}"
+
+    def first(*values: Any) -> Any:
+        return next((value for value in values if value is not None), None)
+
+    def pick(field: str, *fallbacks: Any) -> Any:
+        return first(getattr(own, field), getattr(evals.defaults, field), *fallbacks)
+
+    reward_table, generate_table = pick("reward"), pick("generate")
+    fallback_temperature = first(evals.eval_temperature, rollout.rollout_temperature)
+    return BoundEvalSet(
+        name=name,
+        path=own.path,
+        num_samples=pick("n_samples_per_eval_prompt", evals.n_samples_per_eval_prompt),
+        temperature=pick("temperature", fallback_temperature),
+        top_p=pick("top_p", evals.eval_top_p, rollout.rollout_top_p),
+        top_k=pick("top_k", evals.eval_top_k, rollout.rollout_top_k),
+        max_response_len=pick("max_response_len", evals.eval_max_response_len, rollout.rollout_max_response_len),
+        max_prompt_len=pick("max_prompt_len", evals.eval_max_prompt_len, rollout.rollout_max_prompt_len),
+        min_new_tokens=pick("min_new_tokens", evals.eval_min_new_tokens),
+        repetition_penalty=pick("repetition_penalty", 1.0),
+        stop=pick("stop", rollout.rollout_stop),
+        stop_token_ids=pick("stop_token_ids", rollout.rollout_stop_token_ids),
+        reward=reward if reward_table is None else binder.part(groups.REWARDS, reward_table, f"{where}.reward"),
+        reward_key=pick("reward_key", evals.eval_reward_key, rollout.reward_key),
+        generate=generate
+        if generate_table is None
+        else binder.part(groups.GENERATORS, generate_table, f"{where}.generate"),
+        input_key=pick("input_key", evals.eval_input_key, data.input_key),
+        label_key=pick("label_key", evals.eval_label_key, data.label_key),
+        tool_key=pick("tool_key", evals.eval_tool_key, data.tool_key),
+        metadata_key=pick("metadata_key", data.metadata_key),
+        apply_chat_template=pick("apply_chat_template", data.apply_chat_template),
+        pass_threshold=pick("pass_threshold", evals.pass_threshold),
+        metadata_overrides=own.metadata_overrides,
+    )

@@ -1,0 +1,213 @@
+"""BoundRun: a run whose every name has a driver and every option a Config. Frozen; workers rebuild parts from specs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_core.config.algo import AlgoConfig
+from slime_core.config.run import RunConfig
+from slime_core.contracts.algorithm import Recipe
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.needs import Need
+from slime_core.registry import Entry, Registry, bind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """A part as it travels to a worker: plain data, resolved there again by name."""
+
+    group: str
+    name: str
+    options: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps({"group": self.group, "name": self.name, "options": self.options}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> PartSpec:
+        return cls(**json.loads(text))
+
+    def resolve(self, registry: Registry) -> Part:
+        resolved = registry.resolve(self.group, self.name, where=self.name)
+        config = bind(resolved, self.options, where=self.name)
+        return Part(
+            group=self.group,
+            name=self.name,
+            where=self.name,
+            entry=resolved.entry,
+            driver=resolved.driver,
+            config=config,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A named choice with its options."""
+
+    group: str
+    name: str
+    where: str
+    """The table that asked for it, for messages."""
+    entry: Entry
+    driver: Any
+    config: DriverConfig
+
+    def build(self) -> Any:
+        """The object of the contract; heavy imports happen here."""
+        return self.driver.build(self.config)
+
+    def spec(self) -> PartSpec:
+        name = f"{self.entry.dist}/{self.entry.name}"
+        return PartSpec(group=self.group, name=name, options=self.config.model_dump(mode="json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundAlgo:
+    """A recipe with its parts."""
+
+    name: str
+    entry: Entry
+    recipe: Recipe
+    keys: AlgoConfig
+    advantage: Part
+    loss: Part
+    kl_loss: Part | None
+    kl_reward: Part | None
+    critic_loss: Part | None
+    shaping: tuple[Part, ...]
+    corrections: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All of them, in a fixed order."""
+        optional = (self.kl_loss, self.kl_reward, self.critic_loss)
+        return (self.advantage, self.loss, *(p for p in optional if p is not None), *self.shaping, *self.corrections)
+
+    @property
+    def loss_needs(self) -> frozenset[Need]:
+        """What the loss term as a whole reads."""
+        needs = frozenset(self.loss.driver.needs)
+        if self.keys.with_kl_loss:
+            needs |= {Need.REF_LOGPROBS}
+            if self.keys.use_unbiased_kl:
+                needs |= {Need.OLD_LOGPROBS}
+        for part in self.corrections:
+            needs |= part.driver.needs
+        return needs
+
+    @property
+    def credit_needs(self) -> frozenset[Need]:
+        """What advantages and the reward-side KL read."""
+        needs = frozenset(self.advantage.driver.needs)
+        if self.keys.kl_coef:
+            needs |= {Need.OLD_LOGPROBS, Need.REF_LOGPROBS}
+        return needs
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.loss_needs | self.credit_needs
+
+    def old_is_current(self, steps_per_rollout: int) -> bool:
+        """Whether the old log-probs are provably the current ones, so that no forward is spent on them."""
+        return (
+            Need.OLD_LOGPROBS in self.loss_needs
+            and Need.OLD_LOGPROBS not in self.credit_needs
+            and steps_per_rollout == 1
+            and not self.keys.use_rollout_logprobs
+            and not self.keys.get_mismatch_metrics
+            and not self.loss.driver.sequence_level
+            and not self.recipe.roles
+            and all(part.driver.in_loss for part in self.corrections)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundEvalSet:
+    """One evaluation set with nothing left to default."""
+
+    name: str
+    path: str
+    num_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int
+    max_prompt_len: int | None
+    min_new_tokens: int
+    repetition_penalty: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    reward: Part | None
+    reward_key: str | None
+    generate: Part | None
+    input_key: str
+    label_key: str | None
+    tool_key: str
+    metadata_key: str
+    apply_chat_template: bool
+    pass_threshold: float
+    metadata_overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundRun:
+    """The whole run, ready to start."""
+
+    config: RunConfig
+    registry: Registry
+    base: Path
+    """Folder of the run file."""
+    algo: BoundAlgo
+    backend: Part
+    engine: Part
+    transport: Part | None
+    source: Part
+    reward: Part | None
+    generate: Part
+    collector: Part
+    buffer_filter: Part
+    filters: tuple[Part, ...] = ()
+    trackers: tuple[Part, ...] = ()
+    middlewares: tuple[Part, ...] = ()
+    evals: tuple[BoundEvalSet, ...] = field(default=())
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every plugin that the run uses, in a fixed order."""
+        evals = [p for e in self.evals for p in (e.reward, e.generate) if p is not None]
+        optional = [p for p in (self.transport, self.reward) if p is not None]
+        return (
+            self.backend, self.engine, *optional, self.source, self.generate, self.collector, self.buffer_filter,
+            *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
+        )  # fmt: skip
+
+    @property
+    def rollout_seed(self) -> int:
+        return self.config.rollout_seed
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks."""
+        launcher = self.config.launcher
+        per_node = launcher.actor_num_gpus_per_node
+        if per_node is None:
+            return max(launcher.actor_num_nodes, int(self.backend.driver.least_ranks(self.backend.config)))
+        return launcher.actor_num_nodes * per_node
+
+    @property
+    def rollouts_per_batch(self) -> int:
+        return self.config.rollout.rollout_batch_size * self.config.rollout.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rollouts per optimiser step."""
+        train = self.config.train
+        return train.global_batch_size or self.rollouts_per_batch // (train.num_steps_per_rollout or 1)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return max(1, self.rollouts_per_batch // self.global_batch_size)

@@ -1,0 +1,164 @@
+"""Cross-checks: what does not fit between tables and plugins. They compare declared sets, never names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_core.config.bound import BoundRun
+from slime_core.contracts.engine import Capability
+from slime_core.contracts.needs import Need
+
+
+def cross_checks(run: BoundRun) -> list[str]:
+    """Every problem, as sentences that say what was asked and what to type."""
+    checks: tuple[Callable[[BoundRun], list[str]], ...] = (
+        batch_arithmetic,
+        run_length,
+        asynchrony,
+        group_baseline,
+        kl_terms,
+        rewards,
+        needs,
+        sampling,
+        transport,
+        layout,
+    )
+    return [problem for check in checks for problem in check(run)]
+
+
+def batch_arithmetic(run: BoundRun) -> list[str]:
+    rollout, train = run.config.rollout, run.config.train
+    total, size, steps = run.rollouts_per_batch, train.global_batch_size, train.num_steps_per_rollout
+    product = f"rollout_batch_size {rollout.rollout_batch_size} x n_samples_per_prompt {rollout.n_samples_per_prompt} = {total}"
+    problems = []
+    if size is not None and steps is not None and size * steps != total:
+        problems.append(
+            f"{product}, but global_batch_size {size} x num_steps_per_rollout {steps} = {size * steps}. "
+            "Give only one of the two, or make the products equal."
+        )
+    elif size is not None and total % size:
+        problems.append(
+            f"{product} is not a multiple of global_batch_size {size}. Nearest that fit: {nearest(total, size)}."
+        )
+    elif size is None and steps is not None and total % steps:
+        problems.append(
+            f"{product} does not divide by num_steps_per_rollout {steps}. Nearest that fit: {nearest(total, steps)}."
+        )
+    wave = rollout.over_sampling_batch_size
+    if wave is not None and wave < rollout.rollout_batch_size:
+        problems.append(
+            f"over_sampling_batch_size {wave} is smaller than rollout_batch_size {rollout.rollout_batch_size}: "
+            f"say {rollout.rollout_batch_size} or more, or leave it out."
+        )
+    return problems
+
+
+def nearest(total: int, asked: int) -> str:
+    """The divisors of `total` next to `asked`."""
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    below = max((d for d in divisors if d < asked), default=None)
+    above = min((d for d in divisors if d > asked), default=None)
+    return " and ".join(str(d) for d in (below, above) if d is not None)
+
+
+def run_length(run: BoundRun) -> list[str]:
+    train = run.config.train
+    if (train.num_rollout is None) == (train.num_epoch is None):
+        return ["train: give num_rollout (rollout steps) or num_epoch (passes over the data), exactly one of them."]
+    return []
+
+
+def asynchrony(run: BoundRun) -> list[str]:
+    rollout, interval = run.config.rollout, run.config.sync.update_weights_interval
+    worst = rollout.ahead + interval - 1
+    allowed = rollout.max_staleness
+    if allowed is not None and allowed < worst:
+        return [
+            f"rollout.max_staleness = {allowed}, but rollouts {rollout.ahead} step(s) ahead with update_weights_interval "
+            f"{interval} are up to {worst} version(s) behind: say --max-staleness {worst} or more."
+        ]
+    return []
+
+
+def group_baseline(run: BoundRun) -> list[str]:
+    n = run.config.rollout.n_samples_per_prompt
+    driver = run.algo.advantage.driver
+    if n == 1 and run.algo.loss.driver.uses_advantages and driver.compares_group(run.algo.advantage.config):
+        return [
+            f'rollout.n_samples_per_prompt = 1, but advantage "{run.algo.advantage.name}" compares the samples of one '
+            "prompt, so every advantage would be 0: say --n-samples-per-prompt 2 or more."
+        ]
+    return []
+
+
+def kl_terms(run: BoundRun) -> list[str]:
+    keys, problems = run.algo.keys, []
+    if keys.kl_coef and keys.kl_loss_coef:
+        problems.append(
+            f"algo.kl_coef = {keys.kl_coef} and algo.kl_loss_coef = {keys.kl_loss_coef}: the KL goes into the reward or "
+            "into the loss, not both. Set one of them to 0."
+        )
+    if keys.kl_coef and not run.algo.advantage.driver.accepts_kl_penalty:
+        problems.append(
+            f'algo.kl_coef = {keys.kl_coef}: advantage "{run.algo.advantage.name}" takes no KL in the reward. '
+            "Use --kl-loss-coef."
+        )
+    return problems
+
+
+def rewards(run: BoundRun) -> list[str]:
+    if run.reward is None and run.algo.loss.driver.uses_advantages:
+        return [
+            f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
+        ]
+    return []
+
+
+def needs(run: BoundRun) -> list[str]:
+    computed = run.algo.needs - {Need.ROLLOUT_LOGPROBS}
+    missing = sorted(computed - run.backend.driver.provides)
+    if missing:
+        return [
+            f'backend.name = "{run.backend.name}": algorithm "{run.algo.name}" needs {", ".join(missing)}, which this '
+            f"backend does not provide. It provides {', '.join(sorted(run.backend.driver.provides))}."
+        ]
+    return []
+
+
+def sampling(run: BoundRun) -> list[str]:
+    rollout = run.config.rollout
+    cut = {"rollout_top_p": (rollout.rollout_top_p, 1.0), "rollout_top_k": (rollout.rollout_top_k, -1)}
+    if Capability.TOP_P_IDS in run.engine.driver.may_offer:
+        return []
+    return [
+        f"rollout.{key} = {value}: log-probs of a cut distribution need the kept token ids, which engine "
+        f'"{run.engine.name}" does not report. Use {key} = {off}.'
+        for key, (value, off) in cut.items()
+        if value != off
+    ]
+
+
+def transport(run: BoundRun) -> list[str]:
+    serves = run.engine.driver.transports
+    if run.transport is not None and run.transport.entry.name not in serves:
+        return [
+            f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
+        ]
+    return []
+
+
+def layout(run: BoundRun) -> list[str]:
+    problems: list[str] = list(run.engine.driver.problems(run.engine.config))
+    config_file = Path(run.config.model.hf_checkpoint) / "config.json"
+    model_config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    problems += run.backend.driver.problems(run.backend.config, run.num_ranks, model_config)
+    launcher = run.config.launcher
+    if launcher.name == "local" and run.num_ranks != 1:
+        problems.append(
+            f'launcher.name = "local" runs one trainer rank in this process, but {run.num_ranks} were asked for: '
+            "say --launcher ray."
+        )
+    return problems

@@ -1,0 +1,120 @@
+"""The `eval` table: named sets, each with its own data, reward and sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.table import Table
+from slime_core.contracts.paths import RunPath
+
+
+class EvalDefaults(Table):
+    """What a set does not say itself. Precedence: set > defaults > eval_* key > rollout_* key."""
+
+    n_samples_per_eval_prompt: int | None = Field(None, gt=0)
+    """Answers per prompt."""
+    temperature: float | None = Field(None, ge=0)
+    """0 is greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int | None = Field(None, ge=-1)
+    """Top-k sampling."""
+    max_response_len: int | None = Field(None, gt=0)
+    """Tokens an answer may have."""
+    max_prompt_len: int | None = Field(None, gt=0)
+    """Longer prompts are filtered out."""
+    min_new_tokens: int | None = Field(None, ge=0)
+    """No end before so many tokens."""
+    repetition_penalty: float | None = Field(None, gt=0)
+    """Divides the logits of tokens already seen."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end an answer."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Token ids that end an answer."""
+    reward: PluginTable | None = None
+    """Reward of this set; by default the run's."""
+    reward_key: str | None = None
+    """Which of the reward's named numbers counts."""
+    generate: PluginTable | None = None
+    """Generator of this set; by default the run's."""
+    input_key: str | None = None
+    """Column of the prompt."""
+    label_key: str | None = None
+    """Column of the label."""
+    tool_key: str | None = None
+    """Column of the tools."""
+    metadata_key: str | None = None
+    """Column of the metadata."""
+    apply_chat_template: bool | None = None
+    """Render prompts through the tokenizer's template."""
+    pass_threshold: float | None = None
+    """A sample passes when its reward is at least this."""
+
+
+class EvalSet(EvalDefaults):
+    """One named evaluation set."""
+
+    path: RunPath
+    """File, with an optional slice (`test.jsonl@[0:200]`)."""
+    metadata_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Added to the metadata of every prompt."""
+
+
+class EvalConfig(Table):
+    """When and on what to evaluate."""
+
+    eval_interval: int | None = Field(None, gt=0)
+    """Rollout steps between evaluations; by default only before and after."""
+    skip_eval_before_train: bool = False
+    """No evaluation before the first step."""
+    eval_prompt_data: tuple[str, ...] = ()
+    """NAME PATH pairs, as slime has them; the table `datasets` says more."""
+    datasets: dict[str, EvalSet] = Field(default_factory=dict)
+    """Sets by name."""
+    defaults: EvalDefaults = EvalDefaults()
+    """For all sets."""
+    n_samples_per_eval_prompt: int = Field(1, gt=0)
+    """Answers per prompt."""
+    eval_temperature: float | None = Field(None, ge=0)
+    """By default rollout_temperature."""
+    eval_top_p: float | None = Field(None, gt=0, le=1)
+    """By default rollout_top_p."""
+    eval_top_k: int | None = Field(None, ge=-1)
+    """By default rollout_top_k."""
+    eval_max_response_len: int | None = Field(None, gt=0)
+    """By default rollout_max_response_len."""
+    eval_max_prompt_len: int | None = Field(None, gt=0)
+    """By default rollout_max_prompt_len."""
+    eval_min_new_tokens: int = Field(0, ge=0)
+    """No end before so many tokens."""
+    eval_reward_key: str | None = None
+    """By default reward_key."""
+    eval_input_key: str | None = None
+    """By default input_key."""
+    eval_label_key: str | None = None
+    """By default label_key."""
+    eval_tool_key: str | None = None
+    """By default tool_key."""
+    pass_threshold: float = 1.0
+    """A sample passes when its reward is at least this: for pass@k."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def sets_from_pairs(cls, value: Any) -> Any:
+        """`eval_prompt_data` NAME PATH NAME PATH … becomes entries of `datasets`; a list of entries with a name too."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        sets = value.get("datasets", {})
+        if isinstance(sets, list):
+            if missing := [number for number, entry in enumerate(sets) if "name" not in entry]:
+                raise ValueError(f"datasets[{missing[0]}] has no name")
+            sets = {entry["name"]: {k: v for k, v in entry.items() if k != "name"} for entry in sets}
+        pairs = list(value.pop("eval_prompt_data", ()))
+        if len(pairs) % 2:
+            raise ValueError(f"eval_prompt_data wants NAME PATH pairs, got {len(pairs)} words")
+        named = {name: {"path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)}
+        return value | {"datasets": named | {k: {"path": v} if isinstance(v, str) else v for k, v in sets.items()}}

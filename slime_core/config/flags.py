@@ -1,0 +1,198 @@
+"""Flags: which key a `--flag` sets.
+
+A kernel key's flag is its name with dashes. A plugin table's own name sets its `name` (`--algo`). Options of the chosen
+backend, algorithm parts, source and transport go unprefixed, an engine's with its name as prefix. Any key can be given
+by its dotted path (`--algo.advantage`) or by `--set algo.advantage=x`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.run import RunConfig
+from slime_core.contracts.paths import FlagText
+from slime_core.errors import ConfigError, near_matches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One option as the command line knows it."""
+
+    name: str
+    """Without the leading dashes."""
+    path: tuple[str, ...]
+    owner: str
+    """Who documents it: `slime` or the distribution of a plugin."""
+    field: FieldInfo
+
+    @property
+    def is_switch(self) -> bool:
+        return bare_type(self.field.annotation) is bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlagTable:
+    """All flags of a run: the kernel's, and those of the plugins that it chose."""
+
+    by_name: Mapping[str, Flag] = field(default_factory=dict)
+    ambiguous: Mapping[str, Sequence[Flag]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flags: Iterable[Flag]) -> FlagTable:
+        """A dotted path always works; a short name only where one key has it. The kernel's win over plugins'."""
+        short: dict[str, list[Flag]] = defaultdict(list)
+        by_name: dict[str, Flag] = {}
+        for flag in flags:
+            by_name[".".join(flag.path)] = flag
+            short[flag.name].append(flag)
+        ambiguous = {}
+        for name, owners in short.items():
+            kernel = [flag for flag in owners if flag.owner == "slime"]
+            distinct = {flag.path: flag for flag in kernel or owners}
+            if len(distinct) == 1:
+                by_name[name] = next(iter(distinct.values()))
+            else:
+                ambiguous[name] = list(distinct.values())
+        return cls(by_name, ambiguous)
+
+    def parse(self, words: Sequence[str]) -> list[tuple[tuple[str, ...], Any]]:
+        """(path, value) of each flag. ConfigError lists every word that is not understood."""
+        overrides: list[tuple[tuple[str, ...], Any]] = []
+        problems: list[str] = []
+        position = 0
+        while position < len(words):
+            word = words[position]
+            position += 1
+            if not word.startswith("--"):
+                problems.append(f'"{word}": unexpected word; flags start with --.')
+                continue
+            name, has_value, value = word[2:].partition("=")
+            values = [value] if has_value else []
+            if name == "set":
+                while not has_value and position < len(words) and not values:
+                    values, position = [words[position]], position + 1
+                path, has_path, text = (values[0] if values else "").partition("=")
+                if not has_path:
+                    problems.append("--set wants KEY=VALUE, for example --set train.lr=1e-4.")
+                    continue
+                overrides.append((tuple(path.split(".")), toml_value(text)))
+                continue
+            flag, negated = self.find(name)
+            if flag is None:
+                problems.append(self.unknown(name))
+                continue
+            while not has_value and position < len(words) and not words[position].startswith("--"):
+                if values and not takes_many(flag.field.annotation):
+                    break
+                if flag.is_switch and words[position].lower() not in ("true", "false"):
+                    break
+                values.append(words[position])
+                position += 1
+            if negated or (flag.is_switch and not values):
+                overrides.append((flag.path, not negated))
+            elif not values:
+                problems.append(f"--{name} wants a value.")
+            else:
+                overrides.append((flag.path, flag_value(values, flag.field.annotation)))
+        if problems:
+            raise ConfigError(problems)
+        return overrides
+
+    def find(self, name: str) -> tuple[Flag | None, bool]:
+        """The flag, and whether it was said as --no-NAME."""
+        spelled = name.replace("_", "-") if "." not in name else name.replace("-", "_")
+        if spelled in self.by_name:
+            return self.by_name[spelled], False
+        if spelled.startswith("no-") and (flag := self.by_name.get(spelled[3:])) is not None and flag.is_switch:
+            return flag, True
+        return None, False
+
+    def unknown(self, name: str) -> str:
+        if name in self.ambiguous:
+            ways = " or ".join("--" + ".".join(flag.path) for flag in self.ambiguous[name])
+            return f"--{name}: several keys have this name; say {ways}."
+        close = near_matches(name, self.by_name)
+        matched = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
+        return f"--{name}: unknown flag{matched}. `slime config explain` lists every key."
+
+
+def kernel_flags() -> list[Flag]:
+    """The flags of the kernel's own tables, and one for each plugin table's name."""
+    return list(walk(RunConfig, ()))
+
+
+def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
+    for key, info in model.model_fields.items():
+        inner = bare_type(info.annotation)
+        if isinstance(inner, type) and issubclass(inner, PluginTable):
+            yield Flag(name=key.replace("_", "-"), path=(*path, key, "name"), owner="slime", field=NAME_FIELD)
+        elif isinstance(inner, type) and issubclass(inner, BaseModel):
+            if "name" in inner.model_fields:
+                yield Flag(name=key, path=(*path, key, "name"), owner="slime", field=inner.model_fields["name"])
+            yield from (flag for flag in walk(inner, (*path, key)) if flag.path[-1] != "name")
+        else:
+            yield Flag(name=key.replace("_", "-"), path=(*path, key), owner="slime", field=info)
+
+
+NAME_FIELD = PluginTable.model_fields["name"]
+
+
+def option_flags(config: type[BaseModel], path: tuple[str, ...], owner: str, *, prefix: str = "") -> Iterable[Flag]:
+    """The flags of a plugin's options."""
+    for key, info in config.model_fields.items():
+        yield Flag(name=prefix + key.replace("_", "-"), path=(*path, key), owner=owner, field=info)
+
+
+def bare_type(annotation: Any) -> Any:
+    """Without `| None` and Annotated; a union of several stays as it is."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [arg for arg in get_args(annotation) if arg is not NoneType]
+        if len(rest) == 1:
+            return bare_type(rest[0])
+    return annotation
+
+
+def takes_many(annotation: Any) -> bool:
+    return get_origin(bare_type(annotation)) in (tuple, list)
+
+
+def flag_value(words: Sequence[str], annotation: Any) -> Any:
+    """Text for pydantic to convert; TOML for lists and tables that begin like one; `none` where None is allowed."""
+    first = words[0]
+    if len(words) == 1 and first[:1] in ("[", "{"):
+        return toml_value(first)
+    if takes_many(annotation):
+        return [FlagText(part) for word in words for part in word.split(",") if part]
+    if first.lower() == "none" and NoneType in get_args(annotation):
+        return None
+    return FlagText(first)
+
+
+def toml_value(text: str) -> Any:
+    """A TOML value, or the text itself if it is none."""
+    try:
+        return mark_text(tomllib.loads(f"value = {text}")["value"])
+    except tomllib.TOMLDecodeError:
+        return FlagText(text)
+
+
+def mark_text(value: Any) -> Any:
+    """Strings inside become FlagText, so that paths in them are relative to where the user stands."""
+    if isinstance(value, str):
+        return FlagText(value)
+    if isinstance(value, list):
+        return [mark_text(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: mark_text(inner) for key, inner in value.items()}
+    return value

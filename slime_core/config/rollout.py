@@ -1,0 +1,77 @@
+"""The `rollout` table: sampling, group sizes, filters, asynchrony."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.table import Table
+
+
+class RolloutConfig(Table):
+    """How a step's groups come together."""
+
+    rollout_batch_size: int = Field(gt=0)
+    """Prompts (groups) per rollout step."""
+    n_samples_per_prompt: int = Field(1, gt=0)
+    """Answers per prompt."""
+    over_sampling_batch_size: int | None = Field(None, gt=0)
+    """Groups submitted at once, at least rollout_batch_size; by default just that."""
+    rollout_max_response_len: int = Field(gt=0)
+    """Tokens an answer may have."""
+    rollout_max_prompt_len: int | None = Field(None, gt=0)
+    """Longer prompts are filtered out and counted; by default rollout_max_context_len - 1, else no limit."""
+    rollout_max_context_len: int | None = Field(None, gt=0)
+    """Prompt and response together; by default no limit of its own."""
+    rollout_temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; trainer log-probs use the same."""
+    rollout_top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; other than 1 needs an engine that reports the kept ids."""
+    rollout_top_k: int = Field(-1, ge=-1)
+    """Top-k sampling, -1 for off; other than -1 needs an engine that reports the kept ids."""
+    rollout_stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end an answer, besides the model's own."""
+    rollout_skip_special_tokens: bool = False
+    """Leave special tokens out of the text."""
+    rollout_seed: int | None = None
+    """Seed of shuffling and sampling; by default the run's seed."""
+    filters: tuple[PluginTable, ...] = ()
+    """Group filters, in order, after the recipe's own (dynamic sampling)."""
+    buffer_filter: PluginTable = PluginTable(name="pop_first")
+    """Chooses from the buffer before new prompts are drawn."""
+    collector: PluginTable = PluginTable(name="accepted")
+    """How groups come together; `replay` takes them from a dump."""
+    max_filtered_groups: int | None = Field(None, gt=0)
+    """Rejected groups in one step after which the run fails; by default 10 x rollout_batch_size."""
+    max_retries: int = Field(3, ge=0)
+    """How often a failed sample is generated again."""
+    on_failed_group: Literal["requeue", "drop"] = "requeue"
+    """What becomes of a group whose samples still fail: its prompt goes back to the buffer, or is dropped; counted."""
+    refill: Literal["drained", "eager"] = "drained"
+    """When slots of rejected groups are filled again: once everything in flight has ended, which keeps batch composition,
+    and so every bit, reproducible; or at once, which is faster with long tails."""
+    ahead: Literal[0, 1] = 0
+    """Steps that rollouts run ahead of training."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""
+    concurrency: int = Field(512, gt=0)
+    """Samples in flight per engine (slime: --sglang-server-concurrency)."""
+    reward_key: str | None = None
+    """Which of a reward's named numbers is trained on; by default the reward's own choice."""
+    reward_timeout: float = Field(30.0, gt=0)
+    """Seconds that a reward may take for one group."""
+    reward_workers: int = Field(1, gt=0)
+    """Worker processes for rewards."""
+    on_reward_failure: Literal["error", "fail_sample"] = "error"
+    """A reward that raises, times out or is not finite stops the run, or fails the group's samples (counted)."""
+    dump_rollouts: bool = False
+    """Write each step's groups to rollouts/*.parquet in the run folder."""
+
+    @property
+    def wave(self) -> int:
+        """Groups submitted at once."""
+        return self.over_sampling_batch_size or self.rollout_batch_size

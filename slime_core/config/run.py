@@ -1,0 +1,162 @@
+"""RunConfig: the whole run file. One table per room; each extension point's table is a name with options beside it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from slime_core.config.evaluation import EvalConfig
+from slime_core.config.plugin_table import PluginTable
+from slime_core.config.rollout import RolloutConfig
+from slime_core.config.table import Table
+from slime_core.config.train import TrainConfig
+from slime_core.contracts.paths import RunPath
+
+
+class ModelConfig(Table):
+    """What is trained."""
+
+    hf_checkpoint: RunPath
+    """Hugging Face folder: config, weights, tokenizer."""
+    ref_load: RunPath | None = None
+    """Folder of the reference weights; by default hf_checkpoint."""
+    trust_remote_code: bool = False
+    """Run code that a model folder brings. Off unless you ask; written into the manifest."""
+
+
+class DataConfig(Table):
+    """Where prompts come from. Keys that are not listed here are options of the source."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    source: str = "files"
+    """Data source."""
+    input_key: str = "input"
+    """Column of the prompt: a string, or a list of chat messages."""
+    label_key: str | None = None
+    """Column of the label that rewards compare with."""
+    metadata_key: str = "metadata"
+    """Column of the metadata (an object)."""
+    tool_key: str = "tools"
+    """Column of the tool schemas."""
+    apply_chat_template: bool = False
+    """Render prompts through the tokenizer's chat template."""
+    apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of the template."""
+
+
+class LauncherConfig(Table):
+    """Where the roles run."""
+
+    name: Literal["local", "ray"] = "local"
+    """In this process, or on a Ray cluster (an existing one, or a private one started for the run)."""
+    address: str | None = None
+    """Ray cluster to join; by default a private one on this machine."""
+    actor_num_nodes: int = Field(1, gt=0)
+    """Machines for the trainer."""
+    actor_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Trainer ranks per machine, on CPU too; by default the least that the layout needs."""
+    rollout_num_gpus: int | None = Field(None, gt=0)
+    """Devices for engines, on CPU processes; by default one engine's."""
+    rollout_num_gpus_per_engine: int = Field(1, gt=0)
+    """Devices of one engine."""
+    num_gpus_per_node: int = Field(8, gt=0)
+    """Devices of a machine."""
+    colocate: bool = False
+    """Trainer and engines share the devices."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    num_cpus_per_worker: float = Field(1.0, gt=0)
+    """CPUs that Ray reserves for a worker."""
+
+    @property
+    def num_engines(self) -> int:
+        return max(1, (self.rollout_num_gpus or self.rollout_num_gpus_per_engine) // self.rollout_num_gpus_per_engine)
+
+
+class SyncConfig(Table):
+    """How weights reach the engines. Keys that are not listed here are options of the transport."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    transport: str | None = None
+    """Weight transport; by default the engine's preferred one."""
+    update_weights_interval: int = Field(1, gt=0)
+    """Rollout steps between publishes."""
+
+
+class RouterConfig(Table):
+    """What stands between the run and its engines."""
+
+    middlewares: tuple[PluginTable, ...] = ()
+    """Router middlewares, outermost first."""
+
+
+class CheckpointConfig(Table):
+    """When run state is saved."""
+
+    save_interval: int | None = Field(None, gt=0)
+    """Rollout steps between checkpoints; by default only at the end and on Ctrl-C."""
+    keep_checkpoints: int = Field(2, gt=0)
+    """Complete checkpoints to keep."""
+    save_hf: bool = True
+    """Write hf/ in the run folder at the end: a model that transformers loads."""
+
+
+class DebugConfig(Table):
+    """Parts of a run."""
+
+    debug_rollout_only: bool = False
+    """Generate and score, train nothing."""
+    print_completions_interval: int | None = Field(None, gt=0)
+    """Print a few completions every so many rollout steps."""
+    ci_test: bool = False
+    """Check invariants that must hold on-policy, and fail when they do not."""
+
+
+class PrepareConfig(Table):
+    """Something that makes the run's model and data when they are not there yet."""
+
+    script: RunPath
+    """Python file, run once with this interpreter in the run file's folder."""
+    creates: tuple[RunPath, ...]
+    """It runs when one of these is missing, and must leave all of them."""
+
+
+class RunConfig(Table):
+    """The run file, with flags applied."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder."""
+    runs_dir: RunPath = "runs"
+    """Where run folders go; by default `runs` where you stand."""
+    seed: int = 1234
+    """Seed of everything random."""
+    plugin: tuple[RunPath, ...] = ()
+    """Single-file plugins."""
+    required_plugins: tuple[str, ...] = ()
+    """Requirements that installed plugins must meet, such as slime-grpo>=0.1."""
+    prepare: PrepareConfig | None = None
+    """Makes model and data when they are missing."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    backend: PluginTable
+    engine: PluginTable
+    reward: PluginTable | None = None
+    generate: PluginTable = PluginTable(name="single_turn")
+    algo: PluginTable
+    rollout: RolloutConfig
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    sync: SyncConfig = SyncConfig()
+    router: RouterConfig = RouterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    debug: DebugConfig = DebugConfig()
+    trackers: tuple[PluginTable, ...] = (PluginTable(name="jsonl"),)
+    """Where metrics are written."""
+
+    @property
+    def rollout_seed(self) -> int:
+        return self.seed if self.rollout.rollout_seed is None else self.rollout.rollout_seed

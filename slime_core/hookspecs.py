@@ -1,0 +1,221 @@
+"""What observers can be told: one hook and one frozen event for each thing that happens in a run.
+
+Write a module (or a class) whose functions are marked with `hookimpl` and named like a hook below, each taking
+`event`, and register it in the entry-point group `slime`. Observers never change what is trained: events are frozen,
+return values are ignored, and whoever wants to change numbers writes a plugin that the config names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pluggy
+
+if TYPE_CHECKING:
+    from slime_core.types.batch import Batch, TokenColumns
+    from slime_core.types.report import EvalReport, PublishReport, TrainReport
+    from slime_core.types.sample import SampleGroup
+
+PROJECT: Final = "slime"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Which run an event belongs to, so that an observer needs no state of its own to know where to write."""
+
+    name: str
+    run_dir: Path
+    config: Mapping[str, Any]
+    """As resolved, JSON-like."""
+    attempt: int = 1
+    """1 for the first start, one more for each resume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Event:
+    run: Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunStart(Event):
+    """Everything is resolved and checked; nothing has been generated."""
+
+    rollout_id: int
+    """The first rollout of this attempt: 0, or where a resumed run goes on."""
+    version: int
+    """Policy version that the run starts with."""
+    plugins: tuple[str, ...] = ()
+    """Every plugin in use, as `dist/name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunEnd(Event):
+    """Also sent when the run fails or is interrupted."""
+
+    rollout_id: int
+    """Rollouts trained so far, over all attempts."""
+    version: int
+    error: BaseException | None = None
+    """Why the run stops early; None: it is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutStart(Event):
+    rollout_id: int
+    version: int
+    """Of the weights that the engines hold when it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutEnd(Event):
+    rollout_id: int
+    version: int
+    groups: tuple[SampleGroup, ...]
+    """The accepted ones, in submission order."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RejectedGroup:
+    group: SampleGroup
+    reason: str
+    """Which filter dropped it, or `surplus`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupsFinished(Event):
+    """All that a rollout produced, before anything is thrown away."""
+
+    rollout_id: int
+    accepted: tuple[SampleGroup, ...]
+    rejected: tuple[RejectedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchReady(Event):
+    """Scored and credited, about to be trained on."""
+
+    rollout_id: int
+    version: int
+    batch: Batch
+    columns: TokenColumns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepTrained(Event):
+    """One rollout batch has been trained on; `report.version` is the new policy version."""
+
+    rollout_id: int
+    report: TrainReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PublishStart(Event):
+    version: int
+    num_engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PublishEnd(Event):
+    report: PublishReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckpointSaved(Event):
+    """The folder is complete and has its final name."""
+
+    rollout_id: int
+    version: int
+    path: Path
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EvalDone(Event):
+    report: EvalReport
+    groups: Mapping[str, tuple[SampleGroup, ...]] = field(default_factory=dict)
+    """By name of the evaluation set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineLost(Event):
+    rollout_id: int
+    engine_index: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineRecovered(Event):
+    rollout_id: int
+    engine_index: int
+    version: int
+    """Of the weights that it has been given."""
+    seconds: float = 0.0
+    """Since it was lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleFailed:
+    """A generator raised. Told by whoever generates, who knows no run."""
+
+    group_index: int
+    index: int
+    """Of the sample, unique in the run."""
+    attempt: int
+    """0 for the first try."""
+    error: BaseException
+
+
+class HookSpecs:
+    """The hooks. Each takes one event; what an observer returns is ignored."""
+
+    @hookspec
+    def run_start(self, event: RunStart) -> None: ...
+
+    @hookspec
+    def run_end(self, event: RunEnd) -> None: ...
+
+    @hookspec
+    def rollout_start(self, event: RolloutStart) -> None: ...
+
+    @hookspec
+    def rollout_end(self, event: RolloutEnd) -> None: ...
+
+    @hookspec
+    def groups_finished(self, event: GroupsFinished) -> None: ...
+
+    @hookspec
+    def batch_ready(self, event: BatchReady) -> None: ...
+
+    @hookspec
+    def step_trained(self, event: StepTrained) -> None: ...
+
+    @hookspec
+    def publish_start(self, event: PublishStart) -> None: ...
+
+    @hookspec
+    def publish_end(self, event: PublishEnd) -> None: ...
+
+    @hookspec
+    def checkpoint_saved(self, event: CheckpointSaved) -> None: ...
+
+    @hookspec
+    def eval_done(self, event: EvalDone) -> None: ...
+
+    @hookspec
+    def engine_lost(self, event: EngineLost) -> None: ...
+
+    @hookspec
+    def engine_recovered(self, event: EngineRecovered) -> None: ...
+
+    @hookspec
+    def sample_failed(self, event: SampleFailed) -> None: ...
+
+
+HOOK_NAMES: Final = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))

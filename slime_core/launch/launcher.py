@@ -1,0 +1,42 @@
+"""Launcher: starts workers and gives handles to them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from slime_core.contracts.engine import EngineInfo
+from slime_core.rollout.client import EngineHandle
+from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.trainer import TrainWorkerSpec
+
+
+class RankHandle(Protocol):
+    """One rank of a trained role, wherever it runs."""
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of TrainWorker. Arguments may be what `Launcher.share` returned."""
+
+    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        """A generator method of TrainWorker; items may be references that `EngineHandle.call` accepts."""
+
+
+class Launcher(ABC):
+    """Calling order: `start_trainers`, `start_engines`, any calls on handles, `stop`."""
+
+    @abstractmethod
+    async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
+        """One worker per spec, by rank; not set up yet. Fills in what only the launcher knows (rendezvous)."""
+
+    @abstractmethod
+    async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
+        """Started engines, by index."""
+
+    @abstractmethod
+    def share(self, value: Any) -> Any:
+        """Puts a value where all workers can read it, once; ranks of a node read the same memory."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Ends all workers; safe to call twice."""

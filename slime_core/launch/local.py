@@ -1,0 +1,88 @@
+"""local: everything in this process. Engines share the event loop, each trainer rank has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from slime_core.contracts.engine import EngineInfo
+from slime_core.launch.launcher import Launcher, RankHandle
+from slime_core.rollout.client import EngineHandle
+from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.workers.engine import EngineWorker, EngineWorkerSpec
+from slime_core.workers.trainer import TrainWorker, TrainWorkerSpec
+
+
+class LocalRank:
+    """Calls run in the rank's thread, so that the loop goes on answering (progress, Ctrl-C) while it trains."""
+
+    def __init__(self, worker: TrainWorker, thread: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self._thread = thread
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        bound = getattr(self._worker, method)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: bound(*args, **kwargs))
+
+    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        items = await self.call(method, *args)
+        loop, ended = asyncio.get_running_loop(), object()
+        while (item := await loop.run_in_executor(self._thread, next, items, ended)) is not ended:
+            yield item
+
+
+class LocalEngine:
+    """An engine in this event loop."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self._worker = worker
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+        return self._worker.generate(requests)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._worker.call(method, *args)
+
+
+class LocalLauncher(Launcher):
+    """One trainer rank per role, any number of engines."""
+
+    def __init__(self) -> None:
+        self._threads: list[ThreadPoolExecutor] = []
+        self._ranks: list[LocalRank] = []
+        self._engines: list[LocalEngine] = []
+
+    async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
+        ranks: list[RankHandle] = []
+        for spec in specs:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{spec.setup.role}-{spec.setup.rank}")
+            self._threads.append(thread)
+            worker = await asyncio.get_running_loop().run_in_executor(thread, TrainWorker, spec)
+            rank = LocalRank(worker, thread)
+            self._ranks.append(rank)
+            ranks.append(rank)
+        return ranks
+
+    async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
+        infos = []
+        for spec in specs:
+            worker = EngineWorker(spec)
+            infos.append(await worker.start())
+            self._engines.append(LocalEngine(worker))
+        return list(self._engines), infos
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    async def stop(self) -> None:
+        engines, self._engines = self._engines, []
+        ranks, self._ranks = self._ranks, []
+        threads, self._threads = self._threads, []
+        for engine in engines:
+            await engine.call("stop")
+        for rank in ranks:
+            await rank.call("close")
+        for thread in threads:
+            thread.shutdown(wait=True)

@@ -1,0 +1,80 @@
+"""Metric names and how a batch's are computed. Axes: train/step, rollout/step, eval/step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.types.batch import Batch
+from slime_core.types.sample import Sample
+
+TRAIN_AXIS: Final = "train/step"
+ROLLOUT_AXIS: Final = "rollout/step"
+EVAL_AXIS: Final = "eval/step"
+
+
+def distribution(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
+    """mean, median, max and min under `name/`."""
+    if len(values) == 0:
+        return {}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/median": float(np.median(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }
+
+
+def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """What a batch says of the rollouts; `version` is the policy that is about to be trained."""
+    rewards = batch.reward[np.isfinite(batch.reward)]
+    trained = batch.mask.astype(np.bool_)
+    metrics = {
+        "rollout/raw_reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "rollout/truncated_ratio": float(batch.truncated.mean()) if batch.num_samples else 0.0,
+        **distribution("rollout/response_len", batch.num_trainable),
+    }
+    if trained.any():
+        metrics["rollout/rollout_log_probs"] = float(batch.rollout_log_probs[trained].mean(dtype=np.float64))
+    staleness = version - batch.version[batch.version >= 0]
+    if len(staleness):
+        metrics |= {"rollout/staleness/mean": float(staleness.mean()), "rollout/staleness/max": float(staleness.max())}
+    return metrics
+
+
+def column_metrics(batch: Batch, columns: dict[str, npt.NDArray[np.float32]]) -> dict[str, float]:
+    """Means of score columns over the trained tokens."""
+    trained = batch.mask.astype(np.bool_)
+    if not trained.any():
+        return {}
+    return {f"rollout/{name}": float(column[trained].mean(dtype=np.float64)) for name, column in columns.items()}
+
+
+def reward_part_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Means of the named numbers that rewards returned."""
+    names = sorted({name for sample in samples for name in sample.reward_parts})
+    return {
+        f"{prefix}/{name}": float(np.mean([s.reward_parts[name] for s in samples if name in s.reward_parts]))
+        for name in names
+    }
+
+
+def pass_at_k(num_samples: npt.NDArray[np.integer], num_correct: npt.NDArray[np.integer]) -> dict[int, float]:
+    """k to the mean over prompts of 1 - C(n - c, k) / C(n, k), for k = 1, 2, 4, … up to the fewest samples of a prompt.
+
+    The unbiased estimator of Chen et al., Evaluating Large Language Models Trained on Code (2107.03374), equation 1.
+
+    >>> pass_at_k(np.array([2, 2]), np.array([1, 0]))
+    {1: 0.25, 2: 0.5}
+    """
+    estimates = {}
+    k = 1
+    while k <= num_samples.min(initial=np.iinfo(np.int64).max) and len(num_samples):
+        # C(n - c, k) / C(n, k) as a product, which cannot overflow; a factor is 0 or less once n - c < k.
+        factors = 1.0 - num_correct[:, None] / (num_samples[:, None] - np.arange(k)[None, :])
+        estimates[k] = float(np.mean(1.0 - np.clip(factors, 0.0, None).prod(axis=1)))
+        k *= 2
+    return estimates

@@ -1,0 +1,42 @@
+"""A Hugging Face model folder: its config and its tokenizer, with errors that say what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json."""
+    if not folder.is_dir():
+        raise ModelError(f"model.hf_checkpoint = {folder}: no such folder. Give a folder with config.json and weights.")
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"model.hf_checkpoint = {folder}: no config.json in it; there is {there}.") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    return config
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The folder's own tokenizer; ModelError if there is none or it cannot be read."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise ModelError(
+            f"{folder}: no tokenizer in it (tokenizer.json or tokenizer_config.json). Copy the tokenizer's files there."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer

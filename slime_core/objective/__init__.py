@@ -1,0 +1,1 @@
+"""From scores to credit, and from credit to the loss of one micro-batch."""

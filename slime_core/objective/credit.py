@@ -1,0 +1,127 @@
+"""Credit: scores of the whole batch to advantages, corrections and loss weights. Pure, once, on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.batch.denominators import loss_weights, split_steps
+from slime_core.contracts.advantage import AdvantageEstimator, CreditInputs, RewardShaper
+from slime_core.contracts.aggregation import Aggregation
+from slime_core.contracts.correction import OffPolicyCorrection
+from slime_core.contracts.kl import KlEstimator
+from slime_core.contracts.needs import Need
+from slime_core.errors import TrainingError
+from slime_core.types.batch import Batch, Bool, Float32, Int64, TokenColumns
+
+WHITENING_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditRules:
+    """The parts of a recipe that work on the whole batch."""
+
+    advantage: AdvantageEstimator | None
+    """None: the loss uses no advantages."""
+    advantage_needs: frozenset[Need] = frozenset()
+    shaping: Sequence[RewardShaper] = ()
+    kl_reward: KlEstimator | None = None
+    kl_coef: float = 0.0
+    normalize_advantages: bool = False
+    corrections: Sequence[OffPolicyCorrection] = ()
+    """Those of the batch stage, in order."""
+    aggregation: Aggregation = Aggregation.SEQ_MEAN
+    rollouts_per_step: int
+    max_response_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CreditedBatch:
+    """A batch ready to be trained on."""
+
+    columns: TokenColumns
+    step_of_sample: Int64
+    """(S,) the optimiser step that trains a sample."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> CreditedBatch:
+    """Shaping, advantages, whitening, corrections, loss weights; TrainingError names a sample with a non-finite one."""
+    metrics: dict[str, float] = {}
+    step_of_sample = split_steps(batch, rules.rollouts_per_step)
+    weight = loss_weights(batch, step_of_sample, rules.aggregation, rules.max_response_len)
+    columns = columns.with_columns(loss_weight=weight)
+    mask = batch.mask.astype(np.bool_)
+
+    if rules.advantage is not None:
+        rewards = batch.reward
+        for shaper in rules.shaping:
+            rewards = shaper.shape(rewards, batch, rules.max_response_len)
+        wanted = {need.value for need in rules.advantage_needs}
+        given = TokenColumns(**{name: column for name, column in columns.present().items() if name in wanted})
+        credit = rules.advantage.estimate(
+            CreditInputs(batch=batch, rewards=rewards, columns=given, kl_penalty=reward_kl(mask, columns, rules))
+        )
+        advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
+        require_finite("advantages", advantages, batch)
+        returns = advantages if credit.returns is None else np.where(mask, credit.returns, np.float32(0))
+        if rules.normalize_advantages:
+            advantages = whiten(advantages, mask)
+        columns = columns.with_columns(advantages=advantages, returns=returns.astype(np.float32))
+        metrics |= credit.metrics
+        if credit.sample_credit is not None:
+            metrics["rollout/rewards"] = mean(credit.sample_credit[np.isfinite(batch.reward)])
+        metrics["rollout/advantages"] = mean(advantages[mask])
+        metrics["rollout/returns"] = mean(returns[mask])
+
+    for correction in rules.corrections:
+        corrected = correction.correct_batch(batch, columns)
+        weights = np.where(corrected.keep, corrected.weights, np.float32(0)).astype(np.float32)
+        before = columns.correction
+        columns = columns.with_columns(correction=weights if before is None else before * weights)
+        metrics |= {name: mean(values[mask]) for name, values in corrected.metrics.items()}
+    return CreditedBatch(columns=columns, step_of_sample=step_of_sample, metrics=metrics)
+
+
+def reward_kl(mask: Bool, columns: TokenColumns, rules: CreditRules) -> Float32 | None:
+    """(M,) kl_coef x k(old, ref), 0 at masked tokens."""
+    if rules.kl_reward is None:
+        return None
+    if columns.old_log_probs is None or columns.ref_log_probs is None:
+        raise ValueError("the reward-side KL needs the old_log_probs and ref_log_probs columns")
+    import torch
+
+    old = torch.from_numpy(np.where(mask, columns.old_log_probs, np.float32(0)))
+    ref = torch.from_numpy(np.where(mask, columns.ref_log_probs, np.float32(0)))
+    kl: Float32 = rules.kl_reward(old, ref).numpy()
+    return np.where(mask, rules.kl_coef * kl, 0).astype(np.float32)
+
+
+def whiten(values: Float32, mask: Bool) -> Float32:
+    """Zero mean and unit variance over the masked-in tokens (n - 1), in float64 and two passes; masked-out ones 0."""
+    chosen = values[mask].astype(np.float64)
+    if len(chosen) == 0:
+        return np.zeros_like(values)
+    centred = chosen - chosen.mean()
+    variance = float(centred @ centred) / (len(chosen) - 1) if len(chosen) > 1 else 0.0
+    result = np.zeros_like(values)
+    result[mask] = centred / np.sqrt(variance + WHITENING_EPS)
+    return result
+
+
+def require_finite(name: str, column: Float32, batch: Batch) -> None:
+    bad = ~np.isfinite(column) & batch.mask.astype(np.bool_)
+    if bad.any():
+        sample = int(batch.sample_of_token[np.argmax(bad)])
+        raise TrainingError(
+            f"{name} of sample {batch.index[sample]} (group {batch.group_index[sample]}) are not finite: "
+            f"{int(bad.sum())} tokens in the batch."
+        )
+
+
+def mean(values: npt.NDArray[np.floating]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean(dtype=np.float64)) if len(finite) else 0.0

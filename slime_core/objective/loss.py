@@ -1,0 +1,146 @@
+"""TokenObjective: the loss of one micro-batch as one dot product with the loss weights.
+
+loss = w . (c x L - entropy_coef x H + kl_loss_coef x KL), with w the loss weights, c the off-policy correction, L the
+policy loss, H the entropy, KL the estimate against the reference. Every metric is a dot product with the same w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slime_core.contracts.backend import ObjectiveOutput
+from slime_core.contracts.correction import OffPolicyCorrection
+from slime_core.contracts.kl import KlEstimator
+from slime_core.contracts.loss import LossInputs, PolicyLoss, Segments
+from slime_core.contracts.needs import Need
+from slime_core.types.microbatch import MicroBatch
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenObjective:
+    """Built from a recipe on every rank; see `slime_core.contracts.backend.Objective`."""
+
+    loss: PolicyLoss
+    needs: frozenset[Need]
+    """Of the loss itself: what it did not declare is withheld."""
+    reads_values: bool = False
+    old_from_current: bool = False
+    """The old log-probs are the current ones, detached: one optimiser step per rollout and nothing else reads them."""
+    kl: KlEstimator | None = None
+    kl_loss_coef: float = 0.0
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    report_entropy: bool = True
+    corrections: Sequence[tuple[OffPolicyCorrection, frozenset[Need]]] = field(default=())
+    """Those that need the current log-probs, in order, each with its needs."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        return not self.reads_values and (self.report_entropy or self.entropy_has_gradient)
+
+    @property
+    def entropy_has_gradient(self) -> bool:
+        return self.entropy_coef != 0.0 or Need.ENTROPY in self.needs
+
+    def __call__(
+        self,
+        micro: MicroBatch,
+        *,
+        segments: Segments,
+        log_probs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        columns = micro.columns
+        weight, mask = columns.loss_weight, micro.mask
+        if weight is None:
+            raise ValueError("a micro-batch to be trained on needs its loss_weight column")
+        everything = LossInputs(
+            mask=mask,
+            log_probs=log_probs,
+            values=values,
+            entropy=entropy,
+            advantages=columns.advantages,
+            returns=columns.returns,
+            old_log_probs=self._old_log_probs(columns.old_log_probs, log_probs),
+            old_values=columns.values,
+            ref_log_probs=columns.ref_log_probs,
+            rollout_log_probs=columns.rollout_log_probs,
+            teacher_log_probs=columns.teacher_log_probs,
+        )
+        output = self.loss(withhold(everything, self.needs, self.reads_values), segments)
+        policy = torch.where(mask, output.values, 0.0)
+        metrics = dict(output.metrics)
+        if columns.correction is not None:
+            policy = policy * columns.correction
+        for correction, needs in self.corrections:
+            correction_output = correction.correct_loss(withhold(everything, needs, self.reads_values), segments)
+            policy = policy * correction_output.weights
+            metrics |= correction_output.metrics
+
+        total = policy
+        name = "value_loss" if self.reads_values else "pg_loss"
+        metrics[name] = policy.detach()
+        if entropy is not None:
+            metrics["entropy_loss"] = entropy.detach()
+            if self.entropy_coef:
+                total = total - self.entropy_coef * torch.where(mask, entropy, 0.0)
+        if self.kl is not None and log_probs is not None:
+            kl = torch.where(mask, self._kl(log_probs, everything), 0.0)
+            metrics["kl_loss"] = kl.detach()
+            total = total + self.kl_loss_coef * kl
+        metrics["loss"] = total.detach()
+        if columns.rollout_log_probs is not None and everything.old_log_probs is not None:
+            metrics["train_rollout_logprob_abs_diff"] = (everything.old_log_probs - columns.rollout_log_probs).abs()
+
+        weight = weight.to(total.dtype)
+        # One matrix product for all metrics: a handful of small kernels less for each.
+        stacked = torch.where(mask, torch.stack([value.to(weight.dtype) for value in metrics.values()]), 0.0)
+        sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
+        return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
+
+    def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
+        if self.old_from_current and log_probs is not None:
+            return log_probs.detach()
+        return column
+
+    def _kl(self, log_probs: Tensor, inputs: LossInputs) -> Tensor:
+        if self.kl is None or inputs.ref_log_probs is None:
+            raise ValueError("the KL term needs the ref_log_probs column")
+        # Masked tokens may hold anything; keep it away from exp and its gradient.
+        safe_log_probs = torch.where(inputs.mask, log_probs, 0.0)
+        safe_ref = torch.where(inputs.mask, inputs.ref_log_probs, 0.0)
+        ratio = None
+        if self.use_unbiased_kl:
+            if inputs.old_log_probs is None:
+                raise ValueError("use_unbiased_kl needs the old_log_probs column")
+            gap = torch.where(inputs.mask, log_probs - inputs.old_log_probs, 0.0)
+            ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return self.kl(safe_log_probs, safe_ref, ratio)
+
+
+def withhold(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:
+    """Only what a part declared; so that a part that reads more fails at once, not on some other backend."""
+
+    def given(need: Need, value: Tensor | None) -> Tensor | None:
+        return value if need in needs else None
+
+    return LossInputs(
+        mask=inputs.mask,
+        log_probs=None if reads_values else inputs.log_probs,
+        values=inputs.values if reads_values else None,
+        advantages=inputs.advantages,
+        returns=inputs.returns,
+        entropy=given(Need.ENTROPY, inputs.entropy),
+        old_log_probs=given(Need.OLD_LOGPROBS, inputs.old_log_probs),
+        old_values=given(Need.VALUES, inputs.old_values),
+        ref_log_probs=given(Need.REF_LOGPROBS, inputs.ref_log_probs),
+        rollout_log_probs=given(Need.ROLLOUT_LOGPROBS, inputs.rollout_log_probs),
+        teacher_log_probs=given(Need.TEACHER_LOGPROBS, inputs.teacher_log_probs),
+    )

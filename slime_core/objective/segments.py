@@ -1,0 +1,23 @@
+"""Segments on one rank: every sample's response is here as a whole."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class LocalSegments:
+    """`segments` (T,) int64 in [0, num_samples)."""
+
+    def __init__(self, segments: Tensor, num_samples: int) -> None:
+        self._segments = segments
+        self._num_samples = num_samples
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def seq_sum(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self._num_samples).index_add(0, self._segments, values)
+
+    def expand(self, values: Tensor) -> Tensor:
+        return values[self._segments]

@@ -1,0 +1,135 @@
+"""Decorators that give names to the functions and classes of a plugin file (`--plugin ./my_reward.py`).
+
+They only leave a mark on what they decorate; nothing is registered until a `Registry` is built with the file:
+
+    from slime_core.plugin import reward
+
+    @reward("short")
+    def short(sample):
+        return -float(sample.response_length)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+from slime_core import groups
+from slime_core.contracts.needs import Need
+from slime_core.hookspecs import hookimpl
+
+__all__ = [
+    "advantage",
+    "driver",
+    "generator",
+    "group_filter",
+    "hook",
+    "kl",
+    "loss",
+    "reward",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+NAME_PATTERN: Final = re.compile(r"[a-z0-9_-]+")
+"""What users type: lower case, digits, `-` and `_`."""
+
+hook = hookimpl
+"""Marks an observer: a function named like a hook of `slime_core.hookspecs`, with one parameter `event`."""
+
+
+class Mark(NamedTuple):
+    """What a decorator leaves as `__slime__`."""
+
+    group: str
+    name: str
+    traits: Mapping[str, Any]
+    """Class variables for the driver that is made around a plain function, such as `needs`."""
+
+
+def mark_of(thing: object) -> Mark | None:
+    """The mark on `thing` itself, not one that a class inherits."""
+    mark = getattr(thing, "__dict__", {}).get("__slime__")
+    return mark if isinstance(mark, Mark) else None
+
+
+def driver(group: str, name: str) -> Callable[[T], T]:
+    """Names a driver class in any group: `@driver("slime.corrections", "mine")`."""
+    if group not in groups.DRIVER_GROUPS:
+        raise ValueError(f'@driver("{group}", ...): unknown group; there are {", ".join(groups.DRIVER_GROUPS)}')
+    return _marker(group, name, {})
+
+
+def reward(name: str) -> Callable[[T], T]:
+    """`def f(sample) -> float`, `def f(group) -> Sequence[float]`, a Reward, or a RewardDriver."""
+    return _marker(groups.REWARDS, name, {})
+
+
+def group_filter(name: str) -> Callable[[T], T]:
+    """`def f(group) -> bool | FilterDecision`, a GroupFilter, or a FilterDriver."""
+    return _marker(groups.FILTERS, name, {})
+
+
+def generator(name: str) -> Callable[[T], T]:
+    """`async def f(episode) -> Sequence[Sample]`, a Generator, or a GeneratorDriver."""
+    return _marker(groups.GENERATORS, name, {})
+
+
+def kl(name: str) -> Callable[[T], T]:
+    """`def f(log_probs, ref_log_probs) -> Tensor`, with `ratio` as a third parameter if it clamps; or a KlDriver."""
+    return _marker(groups.KL, name, {})
+
+
+def advantage(
+    name: str,
+    *,
+    needs: Collection[Need] | None = None,
+    accepts_kl_penalty: bool | None = None,
+    group_baseline: bool | None = None,
+) -> Callable[[T], T]:
+    """`def f(inputs: CreditInputs) -> Credit`, an AdvantageEstimator, or a driver, which states the rest itself."""
+    return _marker(
+        groups.ADVANTAGES,
+        name,
+        {
+            "needs": None if needs is None else frozenset(needs),
+            "accepts_kl_penalty": accepts_kl_penalty,
+            "group_baseline": group_baseline,
+        },
+    )
+
+
+def loss(
+    name: str,
+    *,
+    needs: Collection[Need] | None = None,
+    uses_advantages: bool | None = None,
+    sequence_level: bool | None = None,
+    trains_values: bool | None = None,
+) -> Callable[[T], T]:
+    """`def f(inputs: LossInputs, segments: Segments) -> LossOutput`, a PolicyLoss, or a driver, as above."""
+    return _marker(
+        groups.LOSSES,
+        name,
+        {
+            "needs": None if needs is None else frozenset(needs),
+            "uses_advantages": uses_advantages,
+            "sequence_level": sequence_level,
+            "trains_values": trains_values,
+        },
+    )
+
+
+def _marker(group: str, name: str, traits: Mapping[str, Any]) -> Callable[[T], T]:
+    if not isinstance(name, str):
+        raise TypeError('the decorator takes a name: write @reward("name"), not @reward')
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(f'"{name}" cannot be a name: use lower-case letters, digits, - and _')
+    mark = Mark(group, name, {key: value for key, value in traits.items() if value is not None})
+
+    def attach(thing: T) -> T:
+        cast("Any", thing).__slime__ = mark
+        return thing
+
+    return attach

@@ -1,0 +1,65 @@
+"""Imports what one entry point names, through stevedore. No other module imports stevedore."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any, NoReturn
+
+from stevedore.exception import NoMatches
+from stevedore.extension import error_on_conflict
+from stevedore.named import NamedExtensionManager
+
+from slime_core.entry import Entry
+from slime_core.errors import PluginError
+
+
+class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]  # stevedore is not followed by mypy
+    """Sees one entry point, which importlib.metadata gave.
+
+    stevedore's own list comes from a cache on disk that compares modification times as float32, in steps of 128 s:
+    it misses plugins that were just installed, keeps old targets, and holds no distribution, so that asking for one of
+    two equal names would import both.
+    """
+
+    def __init__(self, point: EntryPoint) -> None:
+        self._point = point
+        super().__init__(
+            point.group,
+            names=[point.name],
+            on_load_failure_callback=_raise_failure,
+            on_missing_entrypoints_callback=_raise_missing,
+            conflict_resolver=error_on_conflict,
+        )
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return [self._point]
+
+
+def _raise_failure(_manager: object, _point: EntryPoint, failure: BaseException) -> NoReturn:
+    raise failure
+
+
+def _raise_missing(names: object) -> NoReturn:
+    raise NoMatches(f"no entry point named {names}")
+
+
+def load(entry: Entry, point: EntryPoint, *, where: str) -> Any:
+    """The object that the entry point names. PluginError, with the cause chained, if it cannot be imported."""
+    try:
+        return _OneEntryPoint(point)[point.name].plugin
+    # Whatever a plugin's import raises is reported with its provenance. stevedore lets failed asserts pass its
+    # callback, and a plugin that calls sys.exit would end the program without a word.
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{where}: {import_failure(entry, error)}") from error
+
+
+def import_failure(entry: Entry, error: BaseException) -> str:
+    """Which plugin cannot be imported, and why; without a final stop."""
+    said = f"{entry.name} of {entry.provenance} ({entry.target}) cannot be imported"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        if f"{entry.module}.".startswith(f"{error.name}."):
+            return f"{said}: its own module {error.name} is missing. Reinstall {entry.dist}"
+        return (
+            f"{said}: the module {error.name} is missing. Install it, or reinstall {entry.dist} with its dependencies"
+        )
+    return f"{said}: {type(error).__name__}: {error}. Upgrade {entry.dist}, or uninstall it"

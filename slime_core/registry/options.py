@@ -1,0 +1,139 @@
+"""Options of a plugin: binding what the user wrote to its Config, and describing that Config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.errors import ConfigError, near_matches
+from slime_core.registry.resolved import Resolved
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
+
+    from slime_core.contracts.driver import DriverConfig
+
+
+def bind(resolved: Resolved, options: Mapping[str, Any], *, where: str, base: Path | None = None) -> DriverConfig:
+    """The driver's Config, validated and frozen. Relative paths among the options are relative to `base`.
+
+    `where` is the table that the user wrote the options in (`algo`): ConfigError has one line for every problem, each
+    starting with the path that the user typed (`algo.eps_clip_hihg: unknown option; ...`).
+    """
+    # Here, so that listing plugins does not import pydantic.
+    from pydantic import ValidationError
+
+    config: type[DriverConfig] = resolved.driver.Config
+    try:
+        return config.model_validate(dict(options), context={"base": base})
+    except ValidationError as error:
+        problems = [
+            problem_line(detail, config, options, resolved.entry.provenance, where) for detail in error.errors()
+        ]
+        raise ConfigError(problems) from error
+
+
+def problem_line(
+    detail: ErrorDetails, model: type[BaseModel], options: Mapping[str, Any], owner: str, where: str
+) -> str:
+    """One pydantic error in the words of the run file. `owner` is whose options these are."""
+    typed = _typed_path(detail["loc"], options, keep_last=detail["type"] == "missing")
+    path = ".".join([where, *typed]) if where else ".".join(typed)
+    table = _model_at(model, typed[:-1]) if typed else model
+    if detail["type"] == "extra_forbidden":
+        known = list(table.model_fields) if table is not None else []
+        close = near_matches(typed[-1], known)
+        matched = f"; close match: {', '.join(close)}" if close else ""
+        return f"{path}: unknown option{matched}. Options of {owner}: {', '.join(known) or 'none'}."
+    if detail["type"] == "missing":
+        field = table.model_fields.get(typed[-1]) if table is not None else None
+        doc = f" ({_one_line(field.description)})" if field is not None and field.description else ""
+        return f"{path}: is missing; {owner} needs it{doc}."
+    message = detail["msg"].removeprefix("Value error, ").removesuffix(".")
+    if not typed:
+        return f"{path}: {message}."
+    return f"{path} = {_shown(detail['input'])}: {message[:1].lower()}{message[1:]}."
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a Config, as text for people."""
+
+    name: str
+    type: str
+    default: str
+    """`required` if there is none."""
+    doc: str
+
+
+def describe(config: type[BaseModel]) -> list[Option]:
+    """The options in the order in which the Config defines them."""
+    return [
+        Option(name, type_text(field), _default_text(field), _one_line(field.description or ""))
+        for name, field in config.model_fields.items()
+    ]
+
+
+def type_text(field: FieldInfo) -> str:
+    """`float, gt=0`: the annotation, and the bounds that pydantic checks."""
+    text = inspect.formatannotation(field.annotation).replace("typing.", "")
+    return ", ".join([text, *(_bound_text(bound) for bound in field.metadata)])
+
+
+def _bound_text(bound: Any) -> str:
+    # annotated-types' bounds are dataclasses with one field: Gt(gt=0).
+    text = repr(bound)
+    return text[text.index("(") + 1 : -1] if text.endswith(")") else text
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return _shown(field.get_default(call_default_factory=True, validated_data={}))
+
+
+def _typed_path(loc: Sequence[int | str], options: Mapping[str, Any], *, keep_last: bool) -> list[str]:
+    """Those parts of pydantic's location that the user wrote: it adds names of union members of its own."""
+    path: list[str] = []
+    here: Any = options
+    for position, part in enumerate(loc):
+        if _holds(here, part):
+            here = here[part]
+        elif not (keep_last and position == len(loc) - 1):
+            continue
+        path.append(str(part))
+    return path
+
+
+def _holds(value: Any, part: int | str) -> bool:
+    if isinstance(part, int):
+        return isinstance(value, Sequence) and not isinstance(value, str) and part < len(value)
+    return isinstance(value, Mapping) and part in value
+
+
+def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The nested model that the options under `path` belong to; None where that cannot be told."""
+    from pydantic import BaseModel
+
+    for part in path:
+        field = model.model_fields.get(part)
+        nested = field.annotation if field is not None else None
+        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+            return None
+        model = nested
+    return model
+
+
+def _shown(value: Any) -> str:
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).removesuffix(".")

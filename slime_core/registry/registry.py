@@ -1,0 +1,216 @@
+"""Registry: which names there are, and what one of them stands for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from slime_core import groups
+from slime_core.entry import KERNEL, Entry, by_distribution, normalized
+from slime_core.errors import PluginError, near_matches, unknown_name
+from slime_core.install_hints import install_hint
+from slime_core.plugin_file import PluginFile
+from slime_core.registry.installed import installed_entries
+from slime_core.registry.options import bind
+from slime_core.registry.resolved import Resolved
+
+if TYPE_CHECKING:
+    from slime_core.contracts.driver import DriverConfig
+    from slime_core.registry.inspection import Finding
+
+ALLOW_VARIABLE: Final = "SLIME_PLUGINS_ALLOW"
+DENY_VARIABLE: Final = "SLIME_PLUGINS_DENY"
+TRACE_VARIABLE: Final = "SLIME_HOOK_TRACE"
+
+
+class Status(StrEnum):
+    OK = "ok"
+    DUPLICATE = "duplicate"
+    """Another distribution has the name too: an error once it is asked for without `dist/`."""
+    OFF = "off"
+    """Switched off by the allow-list or the deny-list."""
+    UNKNOWN_GROUP = "unknown group"
+    """Nothing will ever look there."""
+
+
+class Registry:
+    """Immutable: what is installed is read once, at construction. Listing imports no plugin; resolving imports one.
+
+    `allow` and `deny` name distributions; the kernel's own entries are always on, and so are plugin files, which were
+    asked for one by one. `trace` gets a line for everything that is loaded.
+    """
+
+    __slots__ = ("_entries", "_objects", "_points", "allow", "deny", "plugin_files", "trace")
+
+    def __init__(
+        self,
+        plugin_files: Sequence[PluginFile | Path] = (),
+        *,
+        allow: Collection[str] | None = None,
+        deny: Collection[str] = (),
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.plugin_files: tuple[PluginFile, ...] = tuple(
+            file if isinstance(file, PluginFile) else PluginFile.read(file) for file in plugin_files
+        )
+        self._points: dict[Entry, EntryPoint] = installed_entries()
+        self._objects: dict[Entry, object] = {}
+        for file in self.plugin_files:
+            self._objects |= file.load()
+        self._entries: tuple[Entry, ...] = tuple(sorted({*self._points, *self._objects}))
+        self.allow: tuple[str, ...] | None = None if allow is None else self._distributions(allow, ALLOW_VARIABLE)
+        self.deny: tuple[str, ...] = self._distributions(deny, DENY_VARIABLE)
+        self.trace = trace
+
+    @classmethod
+    def from_environment(
+        cls,
+        plugin_files: Sequence[PluginFile | Path] = (),
+        *,
+        environ: Mapping[str, str] = os.environ,
+        trace: Callable[[str], None] | None = None,
+    ) -> Registry:
+        """Reads SLIME_PLUGINS_ALLOW and SLIME_PLUGINS_DENY (distributions, separated by commas), and takes `trace` only
+        if SLIME_HOOK_TRACE is set."""
+        allow = environ.get(ALLOW_VARIABLE)
+        return cls(
+            plugin_files,
+            allow=None if allow is None else _listed(allow),
+            deny=_listed(environ.get(DENY_VARIABLE, "")),
+            trace=trace if environ.get(TRACE_VARIABLE, "") not in ("", "0") else None,
+        )
+
+    def entries(self, group: str | None = None) -> list[Entry]:
+        """What can be asked for, in one group or in all, sorted by group, name and distribution."""
+        return [e for e in self._entries if group in (None, e.group) and not self._is_off(e)]
+
+    def listing(self) -> list[tuple[Entry, Status]]:
+        """Everything that is there, with what is wrong with it as far as names tell."""
+        return [(entry, self._status(entry)) for entry in self._entries]
+
+    def is_file(self, entry: Entry) -> bool:
+        """Whether it comes from a plugin file."""
+        return entry in self._objects
+
+    def find(self, group: str, asked: str, *, where: str) -> Entry:
+        """The entry called `asked` (`name` or `dist/name`), without importing it.
+
+        `where` is the key or flag that asked, for the message of the PluginError: unknown, switched off, or offered
+        by two distributions.
+        """
+        dist, _, name = asked.rpartition("/")
+        named = [e for e in self._entries if e.group == group and e.name == name and (not dist or e.is_from(dist))]
+        found = [entry for entry in named if not self._is_off(entry)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise PluginError(f'{where} = "{asked}": {_ambiguous(found)}')
+        if named:
+            raise PluginError(f'{where} = "{asked}": {" and ".join(self._why_off(entry) for entry in named)}.')
+        raise PluginError(self._unknown(group, asked, name, where))
+
+    def resolve(self, group: str, asked: str, *, where: str, expect: type | None = None) -> Resolved:
+        """Imports the entry called `asked` and checks it against its group's contract.
+
+        `expect` narrows a group that holds two kinds of driver (AdvantageDriver or ShapingDriver). PluginError as in
+        `find`; also if it cannot be imported, was written for another version of the contracts, or is something else.
+        """
+        # Here, so that listing need not import pydantic, and stevedore, and every contract.
+        from slime_core.registry.acceptance import accept
+
+        entry = self.find(group, asked, where=where)
+        asked_where = f'{where} = "{asked}"'
+        started = time.perf_counter()
+        loaded = self.load(entry, where=asked_where)
+        if self.trace is not None:
+            seconds = time.perf_counter() - started
+            self.trace(f"load {entry.group} {entry.qualified} {entry.version} {entry.target} {1000 * seconds:.1f} ms")
+        return Resolved(entry, accept(entry, loaded, where=asked_where, expect=expect))
+
+    def load(self, entry: Entry, *, where: str) -> Any:
+        """What the entry names, imported, as it is. PluginError names the plugin and chains the cause."""
+        from slime_core.registry.loading import load
+
+        if entry in self._objects:
+            return self._objects[entry]
+        return load(entry, self._points[entry], where=where)
+
+    def bind(
+        self, resolved: Resolved, options: Mapping[str, Any], *, where: str, base: Path | None = None
+    ) -> DriverConfig:
+        """The driver's Config, validated and frozen; see `slime_core.registry.options.bind`."""
+        return bind(resolved, options, where=where, base=base)
+
+    def check(self) -> list[Finding]:
+        """Imports every entry and validates its contract; one finding per entry, good or bad."""
+        from slime_core.registry.inspection import inspect_entries
+
+        return inspect_entries(self)
+
+    def _unknown(self, group: str, asked: str, name: str, where: str) -> str:
+        there = self.entries(group)
+        hints = [install_hint(group, name)]
+        elsewhere = [e for e in self.entries() if e.name == name and e.group != group and e.group in groups.NOUNS]
+        if elsewhere:
+            hints.append(
+                f'"{name}" is the name of a {" and a ".join(groups.NOUNS[e.group] for e in elsewhere)}'
+                f" ({', '.join(dict.fromkeys(e.provenance for e in elsewhere))})"
+            )
+        return unknown_name(
+            where,
+            asked,
+            groups.NOUNS.get(group, f"name in {group}"),
+            [*dict.fromkeys(entry.name for entry in there)],
+            listing=by_distribution(there),
+            hint=". ".join(filter(None, hints)) + ("." if any(hints) else ""),
+        )
+
+    def _status(self, entry: Entry) -> Status:
+        if self._is_off(entry):
+            return Status.OFF
+        if entry.group.startswith("slime.") and entry.group not in groups.NOUNS:
+            return Status.UNKNOWN_GROUP
+        same = [e for e in self.entries(entry.group) if e.name == entry.name]
+        return Status.DUPLICATE if len(same) > 1 and entry.group != groups.HOOKS else Status.OK
+
+    def _is_off(self, entry: Entry) -> bool:
+        if entry in self._objects or normalized(entry.dist) == KERNEL:
+            return False
+        dist = normalized(entry.dist)
+        return dist in self.deny or (self.allow is not None and dist not in self.allow)
+
+    def _why_off(self, entry: Entry) -> str:
+        if normalized(entry.dist) in self.deny:
+            return f"{entry.provenance} offers it, but {DENY_VARIABLE} switches {entry.dist} off"
+        return f"{entry.provenance} offers it, but {entry.dist} is not in {ALLOW_VARIABLE}"
+
+    def _distributions(self, named: Collection[str], variable: str) -> tuple[str, ...]:
+        known = {normalized(entry.dist) for entry in self._points}
+        for name in named:
+            if normalized(name) not in known:
+                close = near_matches(name, known)
+                raise PluginError(
+                    f'{variable}: no installed distribution "{name}" offers plugins'
+                    f"{'; close match: ' + ', '.join(close) if close else ''}. There are: {', '.join(sorted(known))}."
+                )
+        return tuple(sorted(normalized(name) for name in named))
+
+
+def _listed(value: str) -> list[str]:
+    return [name for part in value.split(",") if (name := part.strip())]
+
+
+def _ambiguous(found: Sequence[Entry]) -> str:
+    dists = {normalized(entry.dist) for entry in found}
+    if len(dists) == 1:
+        targets = ", ".join(entry.target for entry in found)
+        who = found[0]
+        return f"{who.provenance} registers it {len(found)} times ({targets}). Upgrade {who.dist}, or uninstall it."
+    offered = " and ".join(dict.fromkeys(entry.provenance for entry in found))
+    ways = " or ".join(dict.fromkeys(f'"{entry.qualified}"' for entry in found))
+    return f"offered by {offered}. Say which one: {ways}."

@@ -1,0 +1,133 @@
+"""accepted: the kernel's collector. Waves of groups, consumed in the order in which they were submitted.
+
+Order matters for more than tidiness: which samples share a batch changes floating-point bits, so a run is repeatable only
+if neither acceptance nor refilling depends on which answer happened to come first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slime_core.buffer.item import BufferItem
+from slime_core.config.rollout import RolloutConfig
+from slime_core.contracts.collector import Collector
+from slime_core.contracts.filter import FilterDecision
+from slime_core.errors import RolloutError
+from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
+from slime_core.types.sample import SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A group in flight and the item to give back if it is not used."""
+
+    item: BufferItem
+    running: RunningGroup
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the groups of one step."""
+
+    accepted: list[SampleGroup] = field(default_factory=list)
+    refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
+    returned: list[BufferItem] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+
+
+class AcceptedGroups(Collector):
+    """Submits a wave, judges its groups in order, and submits again for what was rejected."""
+
+    async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
+        config = context.config
+        target = config.rollout_batch_size
+        tally = Tally()
+        in_flight: deque[Submitted] = deque()
+        try:
+            while len(tally.accepted) < target:
+                if not in_flight:
+                    missing = target - len(tally.accepted)
+                    in_flight += self._submit(context, math.ceil(missing * config.wave / target), step)
+                group = await in_flight[0].running.task
+                submitted = in_flight.popleft()
+                reason = self._judge(group, submitted, tally, len(in_flight), step, context)
+                if reason is None:
+                    tally.accepted.append(group)
+                    continue
+                tally.refused.append((group, reason))
+                tally.rejected[reason] += 1
+                self._check_limit(tally, step, config)
+                if config.refill == "eager":
+                    in_flight += self._submit(context, 1, step)
+        finally:
+            await self._abort(context, in_flight)
+            tally.returned += [submitted.item.as_returned(step) for submitted in in_flight]
+            context.buffer.add_samples(tally.returned)
+        accepted = sorted(tally.accepted, key=lambda group: group.samples[0].index)
+        context.observe(step, accepted, tally.refused)
+        return accepted
+
+    def _submit(self, context: RolloutContext, num_groups: int, step: int) -> list[Submitted]:
+        items = context.buffer.get_samples(num_groups)
+        if not items:
+            raise RolloutError(f"step {step}: the data has ended; there is no prompt left to generate from.")
+        assert context.runner is not None
+        return [Submitted(item, context.runner.start(item.prompt, item.samples)) for item in items]
+
+    def _judge(
+        self,
+        group: SampleGroup,
+        submitted: Submitted,
+        tally: Tally,
+        num_in_flight: int,
+        step: int,
+        context: RolloutContext,
+    ) -> str | None:
+        """Why the group is not accepted; None if it is."""
+        if is_failed(group):
+            context.counts["rollout/failed_groups"] += 1
+            if context.config.on_failed_group == "requeue":
+                tally.returned.append(submitted.item.as_returned(step))
+            return "failed"
+        decision = first_refusal(group, context)
+        candidates = len(tally.accepted) + 1 + num_in_flight
+        insufficient = candidates <= context.config.rollout_batch_size
+        if decision.keep or (decision.keep_when_insufficient and insufficient):
+            return None
+        context.counts[f"rollout/dynamic_filter/drop_{decision.reason}"] += 1
+        return decision.reason
+
+    def _check_limit(self, tally: Tally, step: int, config: RolloutConfig) -> None:
+        limit = config.max_filtered_groups or 10 * config.rollout_batch_size
+        if tally.rejected.total() > limit:
+            reasons = ", ".join(f"{name} {count}" for name, count in tally.rejected.most_common())
+            raise RolloutError(
+                f"step {step}: {tally.rejected.total()} groups were rejected while {len(tally.accepted)} of "
+                f"{config.rollout_batch_size} were accepted ({reasons}). Look at the filters and the reward, or raise "
+                "--max-filtered-groups."
+            )
+
+    async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted]) -> None:
+        if not in_flight:
+            return
+        groups = [submitted.running for submitted in in_flight]
+        assert context.runner is not None
+        await context.runner.abort(groups)
+        for result in await asyncio.gather(*(group.task for group in groups), return_exceptions=True):
+            if isinstance(result, BaseException):
+                context.counts["rollout/failed_groups"] += 1
+            elif is_aborted(result):
+                context.counts["rollout/aborted_groups"] += 1
+            else:
+                context.counts["rollout/surplus_groups"] += 1
+
+
+def first_refusal(group: SampleGroup, context: RolloutContext) -> FilterDecision:
+    """The decision of the first filter that drops the group, or to keep it."""
+    decisions = (group_filter.decide(group) for group_filter in context.filters)
+    return next((decision for decision in decisions if not decision.keep), FilterDecision(keep=True))

@@ -1,0 +1,28 @@
+"""RolloutContext: what a collector works with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slime_core.buffer.buffer import DataBuffer
+from slime_core.config.rollout import RolloutConfig
+from slime_core.contracts.filter import GroupFilter
+from slime_core.rollout.groups import GroupRunner
+from slime_core.types.sample import SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """One per step. `runner` starts groups, `buffer` gives prompts and takes back what was not used."""
+
+    config: RolloutConfig
+    buffer: DataBuffer
+    runner: GroupRunner | None
+    """None: the collector's driver said that it needs no engine."""
+    filters: Sequence[GroupFilter]
+    observe: Callable[[int, Sequence[SampleGroup], Sequence[tuple[SampleGroup, str]]], None]
+    """Called once a step's groups are complete: the step, the accepted groups, the refused ones with the reason."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Metric names to counts of the current step; the loop takes them with the step's groups."""

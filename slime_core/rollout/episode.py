@@ -1,0 +1,73 @@
+"""The kernel's Episode: what a generator is handed for one answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.seeds import request_seed
+from slime_core.rollout.trajectory import Trajectory
+from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class EngineEpisode:
+    """Numbers the turns of one answer, and gives each its own request id and seed."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Prompt,
+        index: int,
+        position: int,
+        scope: str,
+        seed: int,
+        sampling: SamplingParams,
+        max_context_len: int | None,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        evaluation: bool,
+        kept: Sample | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.tokenizer = tokenizer
+        self.evaluation = evaluation
+        self.request_ids: list[str] = []
+        self._index = index
+        self._position = position
+        self._scope = scope
+        self._seed = seed
+        self._max_context_len = max_context_len
+        self._client = client
+        self._kept = kept
+
+    def trajectory(self) -> Trajectory:
+        started = Trajectory(self.prompt, index=self._index, rollout_id=self._index, tokenizer=self.tokenizer)
+        if self._kept is not None:
+            started.restart_from(self._kept)
+        return started
+
+    async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
+        sampling = sampling or self.sampling
+        if self._max_context_len is not None:
+            room = max(0, self._max_context_len - len(token_ids))
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        turn = len(self.request_ids)
+        request = GenerateRequest(
+            request_id=f"{self._scope}/{self._index}/{turn}",
+            token_ids=np.asarray(token_ids, np.int32),
+            sampling=sampling,
+            seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
+            session_id=f"{self._scope}/{self._index}",
+        )
+        self.request_ids.append(request.request_id)
+        return await self._client.generate(request)

@@ -1,0 +1,179 @@
+"""GroupRunner: one prompt to a group of scored samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slime_core.config.bound import Part
+from slime_core.contracts.generator import Generator
+from slime_core.errors import EngineError, RewardError
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.episode import EngineEpisode
+from slime_core.rollout.rewards import RewardPool
+from slime_core.types.completion import SamplingParams
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Sample, SampleGroup, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """How the groups of a purpose (training, or one evaluation set) are made."""
+
+    scope: str
+    """Distinguishes request ids and seeds of different purposes."""
+    num_samples: int
+    sampling: SamplingParams
+    seed: int
+    max_context_len: int | None
+    reward: Part | None
+    reward_key: str | None
+    evaluation: bool
+    max_retries: int
+    fail_sample_on_reward_failure: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningGroup:
+    """A group on its way: its task, and the requests that would have to be aborted."""
+
+    prompt: Prompt
+    task: asyncio.Task[SampleGroup]
+    episodes: list[EngineEpisode]
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request_id for episode in self.episodes for request_id in episode.request_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """A generator or a reward raised."""
+
+    prompt: Prompt
+    index: int
+    attempt: int
+    """1 for the first try."""
+    will_retry: bool
+    error: Exception
+
+
+class GroupRunner:
+    """Starts groups of one purpose; each group is a task of its own."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        *,
+        generator: Generator,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardPool | None,
+        on_failure: Callable[[SampleFailure], None],
+    ) -> None:
+        self.settings = settings
+        self._generator = generator
+        self._client = client
+        self._tokenizer = tokenizer
+        self._rewards = rewards
+        self._on_failure = on_failure
+
+    def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
+        """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
+        they are, unfinished ones continued."""
+        episodes: list[EngineEpisode] = []
+        by_index = {sample.index: sample for sample in kept}
+        return RunningGroup(
+            prompt=prompt, episodes=episodes, task=asyncio.create_task(self._run(prompt, episodes, by_index))
+        )
+
+    async def abort(self, groups: Sequence[RunningGroup]) -> None:
+        """Ends what these groups have in the engines; their tasks end with aborted samples."""
+        await self._client.abort([request_id for group in groups for request_id in group.request_ids])
+
+    async def _run(self, prompt: Prompt, episodes: list[EngineEpisode], kept: dict[int, Sample]) -> SampleGroup:
+        answers = []
+        for position in range(self.settings.num_samples):
+            index = prompt.group_index * self.settings.num_samples + position
+            answers.append(asyncio.create_task(self._answer(prompt, episodes, index, position, kept.get(index))))
+        try:
+            samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+        group = SampleGroup(prompt=prompt, samples=tuple(samples))
+        return await self._score(group)
+
+    async def _answer(
+        self, prompt: Prompt, episodes: list[EngineEpisode], index: int, position: int, kept: Sample | None
+    ) -> Sequence[Sample]:
+        if kept is not None and kept.status in (Status.COMPLETED, Status.TRUNCATED):
+            return [kept]
+        for attempt in range(self.settings.max_retries + 1):
+            episode = EngineEpisode(
+                prompt=prompt,
+                index=index,
+                position=position,
+                # A retry needs ids of its own; the seed stays, so that it repeats what was lost.
+                scope=self.settings.scope if attempt == 0 else f"{self.settings.scope}.{attempt}",
+                seed=self.settings.seed,
+                sampling=self.settings.sampling,
+                max_context_len=self.settings.max_context_len,
+                client=self._client,
+                tokenizer=self._tokenizer,
+                evaluation=self.settings.evaluation,
+                kept=kept,
+            )
+            episodes.append(episode)
+            try:
+                return await self._generator.generate(episode)
+            except EngineError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
+                will_retry = attempt < self.settings.max_retries
+                self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+        return [failed_sample(prompt, index)]
+
+    async def _score(self, group: SampleGroup) -> SampleGroup:
+        if self.settings.reward is None or self._rewards is None:
+            return group
+        try:
+            return await self._rewards.score(self.settings.reward.spec(), group, self.settings.reward_key)
+        except RewardError as error:
+            if not self.settings.fail_sample_on_reward_failure:
+                raise
+            self._on_failure(SampleFailure(group.prompt, group.samples[0].index, 1, False, error))
+            failed = tuple(replace(s, status=Status.FAILED, reward=None, remove_sample=True) for s in group.samples)
+            return replace(group, samples=failed)
+
+
+def failed_sample(prompt: Prompt, index: int) -> Sample:
+    """What stands for an answer that could not be generated."""
+    return Sample(
+        index=index,
+        group_index=prompt.group_index,
+        rollout_id=index,
+        prompt=prompt,
+        tokens=prompt.token_ids,
+        prompt_length=len(prompt.token_ids),
+        loss_mask=np.empty(0, np.uint8),
+        rollout_log_probs=np.empty(0, np.float32),
+        status=Status.FAILED,
+        remove_sample=True,
+    )
+
+
+def is_failed(group: SampleGroup) -> bool:
+    return any(sample.status is Status.FAILED for sample in group.samples)
+
+
+def is_aborted(group: SampleGroup) -> bool:
+    return any(sample.status is Status.ABORTED for sample in group.samples)

@@ -1,0 +1,22 @@
+"""single_turn: one engine call per answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_core.contracts.generator import Episode, Generator
+from slime_core.types.sample import Sample, Status
+
+
+class SingleTurn(Generator):
+    """Continues the prompt, or what a partial rollout kept of the answer, until the model stops or the budget ends."""
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        trajectory = episode.trajectory()
+        left = episode.sampling.max_new_tokens - trajectory.response_length
+        if left <= 0:
+            return [trajectory.finish(status=Status.TRUNCATED)]
+        completion = await episode.complete(trajectory.tokens, replace(episode.sampling, max_new_tokens=left))
+        trajectory.append_completion(completion)
+        return [trajectory.finish()]

@@ -1,0 +1,105 @@
+"""RunFolder: where a run keeps everything, and which folder a start belongs to.
+
+A start whose fingerprint equals that of an unfinished folder goes on there. Otherwise it gets a new folder, NAME or
+NAME-2, NAME-3, …: nothing is ever overwritten unless asked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from slime_core.errors import ConfigError, StorageError
+from slime_core.manifest import Manifest, differences
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside a run's folder."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        try:
+            content: dict[str, Any] = json.loads(self.manifest.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            # Killed while it was first written: nothing had begun.
+            return None
+        return content
+
+
+def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool, resume: Path | None) -> RunFolder:
+    """The folder of this start. ConfigError if `resume` names one of another run."""
+    if resume is not None:
+        folder = RunFolder(resume)
+        found = folder.read_manifest()
+        if found is None:
+            raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
+        if found["fingerprint"] != manifest.fingerprint:
+            changed = differences(found["config"], dict(manifest.config)) or ["data or plugins differ"]
+            raise ConfigError(f"--resume {resume}: another run: {'; '.join(changed[:5])}.")
+        return folder
+    first = RunFolder(runs_dir / name)
+    if fresh:
+        shutil.rmtree(first.path, ignore_errors=True)
+        return first
+    number = 1
+    while True:
+        folder = RunFolder(runs_dir / (name if number == 1 else f"{name}-{number}"))
+        found = folder.read_manifest()
+        if found is None and not folder.summary.exists():
+            return folder
+        if found is not None and found["fingerprint"] == manifest.fingerprint and not folder.summary.exists():
+            return folder
+        number += 1
+
+
+def lock_folder(folder: RunFolder) -> IO[str]:
+    """Held as long as the file is open; the system lets go of it when the process dies."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        handle = (folder.path / ".lock").open("w")
+    except OSError as error:
+        raise StorageError(f"{folder.path}: cannot be written: {error}. Say --runs-dir for another place.") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise ConfigError(
+            f"{folder.path}: this run is going on in another process. Wait for it, or give this one a --name."
+        ) from None
+    return handle

@@ -1,0 +1,232 @@
+"""Session: a started run. Its methods are the verbs of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.table import read_groups, write_groups
+from slime_core.checkpoint import CheckpointStore, RunState
+from slime_core.config.bound import BoundRun
+from slime_core.contracts.collector import Collector
+from slime_core.contracts.filter import GroupFilter
+from slime_core.contracts.tracker import Tracker
+from slime_core.contracts.transport import WeightTransport
+from slime_core.errors import Interrupted
+from slime_core.evaluate import Evaluator
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import (
+    CheckpointSaved,
+    EvalDone,
+    GroupsFinished,
+    PublishEnd,
+    PublishStart,
+    RejectedGroup,
+    RolloutEnd,
+    RolloutStart,
+    Run,
+    StepTrained,
+)
+from slime_core.launch.trainers import Trainers
+from slime_core.learner import Learner
+from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.groups import GroupRunner
+from slime_core.rollout.replay import dump_file
+from slime_core.run_folder import RunFolder
+from slime_core.types.report import EvalReport, PublishReport, TrainReport
+from slime_core.types.sample import SampleGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Due(NamedTuple):
+    """What follows a rollout step."""
+
+    save: bool
+    publish: bool
+    evaluate: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Everything that is running, and the state of the run. Made by `slime_core.startup`, driven by the loop."""
+
+    run: BoundRun
+    event: Run
+    folder: RunFolder
+    num_rollout: int
+    tokenizer: PreTrainedTokenizerBase
+    buffer: DataBuffer
+    collector: Collector
+    runner: GroupRunner | None
+    """None: the collector needs no engine, and none was started."""
+    filters: Sequence[GroupFilter]
+    client: EngineClient | None
+    trainers: Trainers
+    learner: Learner
+    transport: WeightTransport | None
+    evaluator: Evaluator
+    store: CheckpointStore
+    trackers: Sequence[Tracker]
+    hooks: Hooks
+    state: RunState
+    kept_ahead: list[list[SampleGroup]]
+    """Groups of steps beyond the state's that its checkpoint holds."""
+    saved_rollout_id: int
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float = field(default_factory=time.perf_counter)
+    first_eval: EvalReport | None = None
+    last_eval: EvalReport | None = None
+    last_train: TrainReport | None = None
+    publish_report: PublishReport | None = None
+    counts: dict[int, Counter[str]] = field(default_factory=dict)
+
+    async def collect(self, step: int) -> list[SampleGroup]:
+        """The accepted groups of a step."""
+        began = time.perf_counter()
+        version = self.state.version
+        self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
+        self.counts[step] = Counter()
+        context = RolloutContext(
+            config=self.run.config.rollout,
+            buffer=self.buffer,
+            runner=self.runner,
+            filters=self.filters,
+            observe=self._groups_finished,
+            counts=self.counts[step],
+        )
+        groups = await self.collector.collect(step, context)
+        if self.run.config.rollout.dump_rollouts:
+            self.folder.rollouts.mkdir(exist_ok=True)
+            write_groups(dump_file(self.folder.rollouts, step), groups)
+        self.hooks.rollout_end(
+            RolloutEnd(
+                run=self.event,
+                rollout_id=step,
+                version=version,
+                groups=tuple(groups),
+                metrics=dict(self.counts[step]),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        return groups
+
+    async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
+        """Scores, credit, optimiser steps."""
+        report = await self.learner.train(step, groups, self.state.version)
+        self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
+        return report
+
+    def advance(self, step: int, report: TrainReport, *, rollout_s: float, step_s: float) -> None:
+        """The step is done: counts it and writes its metrics."""
+        counts = {name: float(number) for name, number in self.counts.pop(step, Counter()).items()}
+        perf = {**report.perf, "perf/rollout_time": rollout_s, "perf/step_time": step_s}
+        if self.publish_report is not None:
+            perf["perf/update_weights_time"] = self.publish_report.seconds
+            perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
+        for number, metrics in enumerate(report.steps):
+            self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
+        self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **perf}, step)
+        self.last_train = report
+        self.state = replace(
+            self.state,
+            rollout_id=step + 1,
+            version=report.version,
+            optimizer_steps=self.state.optimizer_steps + len(report.steps),
+            tokens=self.state.tokens + int(report.perf["perf/train_tokens"]),
+        )
+
+    def is_due(self, step: int) -> Due:
+        """What follows `step`."""
+        number, last = step + 1, step + 1 == self.num_rollout
+        save, evaluate = self.run.config.checkpoint.save_interval, self.run.config.eval.eval_interval
+        return Due(
+            save=last or (save is not None and number % save == 0),
+            publish=last or number % self.run.config.sync.update_weights_interval == 0,
+            evaluate=last or (evaluate is not None and number % evaluate == 0),
+        )
+
+    async def publish(self) -> None:
+        """Brings the current weights to the engines; doing so again changes nothing."""
+        if self.client is None or self.transport is None:
+            return
+        self.hooks.publish_start(
+            PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
+        )
+        await self.client.each("pause")
+        self.publish_report = await self.transport.push(self.trainers, self.client, self.state.version)
+        await self.client.each("resume")
+        self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
+
+    async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
+        """A checkpoint of the state as it is, with the groups of steps that were collected ahead."""
+        began = time.perf_counter()
+        state = replace(self.state, seconds=self.state.seconds + began - self.started)
+
+        async def write(folder: Path) -> None:
+            (folder / "trainer").mkdir()
+            (folder / "buffer").mkdir()
+            await self.trainers.save(folder / "trainer")
+            self.buffer.save(folder / "buffer")
+            for offset, groups in enumerate(ahead):
+                write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
+
+        path = await self.store.save(state, write)
+        self.saved_rollout_id = self.state.rollout_id
+        self.hooks.checkpoint_saved(
+            CheckpointSaved(
+                run=self.event,
+                rollout_id=self.state.rollout_id,
+                version=self.state.version,
+                path=path,
+                seconds=time.perf_counter() - began,
+            )
+        )
+
+    async def save_unsaved(self) -> None:
+        """A checkpoint, if anything was trained since the last one."""
+        if self.state.rollout_id > self.saved_rollout_id:
+            await self.save([])
+
+    async def evaluate(self, step: int) -> None:
+        """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first."""
+        if not len(self.evaluator):
+            return
+        report, groups = await self.evaluator.evaluate(step, self.state.version)
+        self.first_eval = self.first_eval or report
+        self.last_eval = report
+        self._log(EVAL_AXIS, step + 1, report.metrics, step)
+        self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
+
+    def raise_if_stopped(self) -> None:
+        if self.stop_requested.is_set():
+            raise Interrupted("interrupted between two steps")
+
+    def _groups_finished(
+        self, step: int, accepted: Sequence[SampleGroup], refused: Sequence[tuple[SampleGroup, str]]
+    ) -> None:
+        rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
+        event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
+        self.hooks.groups_finished(event)
+
+    def _log(self, axis: str, step: int, metrics: dict[str, float] | object, rollout_id: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(axis, step, metrics, rollout_id=rollout_id)  # type: ignore[arg-type]
+
+
+def ahead_file(folder: Path, step: int) -> Path:
+    return folder / f"ahead_{step}.parquet"
+
+
+def read_ahead(folder: Path, state: RunState) -> list[list[SampleGroup]]:
+    """The groups of the steps that were collected ahead of the checkpoint's state."""
+    return [read_groups(ahead_file(folder, step)) for step in range(state.rollout_id, state.next_collect)]

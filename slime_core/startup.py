@@ -1,0 +1,490 @@
+"""Startup: a bound run to a Session, and its end. The order: data, folder, trainers and engines, state, observers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomlkit
+
+from slime_core.batch.flops import ModelShape
+from slime_core.batch.plan import MicroBatchLimits
+from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.render import PromptRenderer
+from slime_core.checkpoint import CheckpointStore, RunState
+from slime_core.config.bound import BoundEvalSet, BoundRun, Part
+from slime_core.contracts.backend import REFERENCE, Layout, TrainerSetup
+from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.needs import Need
+from slime_core.contracts.source import DataSource
+from slime_core.contracts.tracker import RunInfo
+from slime_core.errors import CheckpointError, ConfigError, DataError
+from slime_core.evaluate import EvalTask, Evaluator
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
+from slime_core.launch.choose import build_launcher, choose_device
+from slime_core.launch.launcher import Launcher
+from slime_core.launch.trainers import TrainerLimits, Trainers
+from slime_core.learner import Learner, LearnerPlan
+from slime_core.manifest import build_manifest, check_required
+from slime_core.model_folder import load_tokenizer, read_model_config
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
+from slime_core.rollout.rewards import RewardPool
+from slime_core.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.session import Session, read_ahead
+from slime_core.types.batch import Batch, TokenColumns
+from slime_core.types.completion import SamplingParams
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.trainer import TrainWorkerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What a run works on, checked before anything is started: all that a dry run looks at."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model_config: Mapping[str, Any]
+    source: DataSource | None
+    """None: the collector brings its own groups."""
+    eval_sources: Mapping[str, DataSource]
+    num_rollout: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """How `slime run` was asked to start."""
+
+    fresh: bool = False
+    resume: Path | None = None
+    ckpt_step: int | None = None
+
+
+def load_materials(run: BoundRun) -> Materials:
+    """Tokenizer, model config and data. Raises ModelError or DataError for what cannot be used."""
+    config = run.config
+    check_required(config.required_plugins)
+    folder = Path(config.model.hf_checkpoint)
+    model_config = read_model_config(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    rollout, data = config.rollout, config.data
+    max_prompt_len = rollout.rollout_max_prompt_len
+    if max_prompt_len is None and rollout.rollout_max_context_len is not None:
+        max_prompt_len = rollout.rollout_max_context_len - 1
+    source = None
+    if run.collector.driver.needs_engine(run.collector.config):
+        renderer = PromptRenderer(
+            tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            tool_key=data.tool_key,
+            apply_chat_template=data.apply_chat_template,
+            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            max_prompt_len=max_prompt_len,
+        )
+        source = run.source.build()(renderer, seed=run.rollout_seed)
+    evals = {settings.name: eval_source(run, settings, tokenizer) for settings in run.evals}
+    return Materials(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        source=source,
+        eval_sources=evals,
+        num_rollout=count_rollouts(run, source),
+    )
+
+
+def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSource:
+    """An evaluation set is read by the same kind of source as the training data, in order."""
+    renderer = PromptRenderer(
+        tokenizer,
+        input_key=settings.input_key,
+        label_key=settings.label_key,
+        metadata_key=settings.metadata_key,
+        tool_key=settings.tool_key,
+        apply_chat_template=settings.apply_chat_template,
+        apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
+        max_prompt_len=settings.max_prompt_len,
+    )
+    from slime_core.buffer.files import FilesSource
+    from slime_core.buffer.plugin import FilesConfig
+
+    files = FilesConfig.model_validate({"prompt_data": [settings.path], "streaming": False})
+    source = FilesSource(files, renderer, seed=run.rollout_seed)
+    if not source.num_rows:
+        raise DataError(f"eval.datasets.{settings.name}: {settings.path} has no usable row.")
+    return source
+
+
+def count_rollouts(run: BoundRun, source: DataSource | None) -> int:
+    train = run.config.train
+    if train.num_rollout is not None:
+        return train.num_rollout
+    rows = None if source is None else source.num_rows
+    if rows is None:
+        raise ConfigError("train.num_epoch: the number of rows is not known; say --num-rollout instead.")
+    return (train.num_epoch or 1) * rows // run.config.rollout.rollout_batch_size
+
+
+@contextlib.asynccontextmanager
+async def start(
+    run: BoundRun, materials: Materials, options: StartOptions, observers: Mapping[str, object]
+) -> AsyncIterator[Session]:
+    """The running session; on the way out everything is stopped and observers are told, whatever happened."""
+    fingerprint = "" if materials.source is None else materials.source.fingerprint()
+    manifest = build_manifest(run, data_fingerprint=fingerprint)
+    config = run.config
+    folder = choose_folder(Path(config.runs_dir), manifest, config.name, fresh=options.fresh, resume=options.resume)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(lock_folder(folder))
+        attempt = count_attempt(folder)
+        store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints)
+        found = store.load(options.ckpt_step)
+        state = RunState() if found is None else found[0]
+        folder.manifest.write_text(manifest.to_json())
+        folder.config.write_text(tomlkit.dumps(drop_none(manifest.config)))
+        event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
+        hooks = Hooks.load(run.registry, own=observers)
+        trackers = [part.build() for part in run.trackers]
+        info = RunInfo(
+            name=config.name,
+            run_dir=folder.path,
+            config=manifest.config,
+            attempt=attempt,
+            resumed_at=None if attempt == 1 else state.rollout_id,
+        )
+        for tracker in trackers:
+            tracker.start(info)
+            stack.callback(tracker.finish)
+        launcher = build_launcher(config.launcher)
+        stack.push_async_callback(launcher.stop)
+        session = await assemble_session(run, materials, launcher, folder, event, hooks, stack, store, state)
+        session.trackers = trackers
+        if found is not None:
+            await restore(session, found[1])
+        hooks.run_start(
+            RunStart(
+                run=event,
+                rollout_id=session.state.rollout_id,
+                version=session.state.version,
+                plugins=tuple(sorted({part.entry.qualified for part in run.parts})),
+            )
+        )
+        error: BaseException | None = None
+        try:
+            yield session
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            hooks.run_end(
+                RunEnd(run=event, rollout_id=session.state.rollout_id, version=session.state.version, error=error)
+            )
+
+
+async def assemble_session(
+    run: BoundRun,
+    materials: Materials,
+    launcher: Launcher,
+    folder: RunFolder,
+    event: Run,
+    hooks: Hooks,
+    stack: contextlib.AsyncExitStack,
+    store: CheckpointStore,
+    state: RunState,
+) -> Session:
+    """Starts trainers, engines and rewards, at the same time, and puts the session together."""
+    config = run.config
+    device = choose_device(config.launcher.device)
+    agreement = Agreement.of(run.parts, run.registry.plugin_files)
+    with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
+    rewards = start_rewards(run, stack)
+    warming = [asyncio.create_task(rewards.warm(part.spec())) for part in reward_parts(run)]
+    trainers_task = asyncio.create_task(start_trainers(run, materials, launcher, agreement, device))
+    client_task = asyncio.create_task(start_client(run, materials, launcher, agreement, device, folder, with_engine))
+    try:
+        trainers, client, *_ = await asyncio.gather(trainers_task, client_task, *warming)
+    except BaseException:
+        await asyncio.gather(trainers_task, client_task, *warming, return_exceptions=True)
+        raise
+
+    def on_failure(failure: SampleFailure) -> None:
+        hooks.sample_failed(
+            SampleFailed(
+                run=event,
+                rollout_id=session.state.rollout_id,
+                prompt=failure.prompt,
+                sample_index=failure.index,
+                attempt=failure.attempt,
+                will_retry=failure.will_retry,
+                error=failure.error,
+            )
+        )
+
+    def on_batch(rollout_id: int, version: int, batch: Batch, columns: TokenColumns) -> None:
+        hooks.batch_ready(BatchReady(run=event, rollout_id=rollout_id, version=version, batch=batch, columns=columns))
+
+    def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
+        assert client is not None
+        return GroupRunner(
+            settings,
+            generator=generate.build(),
+            client=client,
+            tokenizer=materials.tokenizer,
+            rewards=rewards,
+            on_failure=on_failure,
+        )
+
+    source = materials.source or NoSource()
+    session = Session(
+        run=run,
+        event=event,
+        folder=folder,
+        num_rollout=materials.num_rollout,
+        tokenizer=materials.tokenizer,
+        buffer=DataBuffer(source, run.buffer_filter.build()),
+        collector=run.collector.build(),
+        runner=None if client is None else runner(training_settings(run), run.generate),
+        filters=[part.build() for part in run.filters],
+        client=client,
+        trainers=trainers,
+        learner=Learner(trainers, LearnerPlan.of(run), on_batch=on_batch),
+        transport=None if client is None or run.transport is None else run.transport.build(),
+        evaluator=Evaluator(eval_tasks(run, materials, runner)),
+        store=store,
+        trackers=(),
+        hooks=hooks,
+        state=state,
+        kept_ahead=[],
+        saved_rollout_id=state.rollout_id,
+    )
+    return session
+
+
+async def restore(session: Session, checkpoint: Path) -> None:
+    """Takes on what a checkpoint holds."""
+    await session.trainers.load(checkpoint / "trainer")
+    session.buffer.load(checkpoint / "buffer")
+    session.kept_ahead = read_ahead(checkpoint, session.state)
+
+
+async def start_trainers(
+    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str
+) -> Trainers:
+    config = run.config
+    copies = {}
+    if Need.REF_LOGPROBS in run.algo.needs:
+        copies[REFERENCE] = Path(config.model.ref_load or config.model.hf_checkpoint)
+    specs = [
+        TrainWorkerSpec(
+            agreement=agreement,
+            backend=run.backend.spec(),
+            objective=ObjectiveSpec.of_actor(run.algo, run.steps_per_rollout),
+            temperature=config.rollout.rollout_temperature if run.algo.loss.driver.uses_advantages else 1.0,
+            setup=TrainerSetup(
+                role="actor",
+                rank=rank,
+                world_size=run.num_ranks,
+                local_rank=rank % (config.launcher.actor_num_gpus_per_node or run.num_ranks),
+                rendezvous="",
+                device="cuda" if device == "cuda" else "cpu",
+                model_path=Path(config.model.hf_checkpoint),
+                copies=copies,
+                optimizer=config.train.optimizer_config(),
+                total_steps=max(1, materials.num_rollout * run.steps_per_rollout),
+                seed=config.seed,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+        )
+        for rank in range(run.num_ranks)
+    ]
+    ranks = await launcher.start_trainers(specs)
+    layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
+    return Trainers(
+        launcher,
+        ranks,
+        layouts,
+        limits=trainer_limits(run, layouts[0]),
+        shape=ModelShape.from_config(materials.model_config),
+    )
+
+
+def trainer_limits(run: BoundRun, layout: Layout) -> TrainerLimits:
+    train = run.config.train
+
+    def limits(max_tokens: int) -> MicroBatchLimits:
+        return MicroBatchLimits(
+            max_tokens=max_tokens * layout.cp_size if train.use_dynamic_batch_size else None,
+            max_samples=train.micro_batch_size,
+            multiple=layout.micro_batch_multiple,
+        )
+
+    return TrainerLimits(
+        train=limits(train.max_tokens_per_gpu),
+        score=limits(train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
+        balance=train.balance_data,
+    )
+
+
+async def start_client(
+    run: BoundRun,
+    materials: Materials,
+    launcher: Launcher,
+    agreement: Agreement,
+    device: str,
+    folder: RunFolder,
+    with_engine: bool,
+) -> EngineClient | None:
+    if not with_engine:
+        return None
+    config = run.config
+    limit = materials.model_config.get("max_position_embeddings") or 2**20
+    specs = [
+        EngineWorkerSpec(
+            agreement=agreement,
+            engine=run.engine.spec(),
+            setup=EngineSetup(
+                index=index,
+                model_path=Path(config.model.hf_checkpoint),
+                device="cuda" if device == "cuda" else "cpu",
+                seed=config.seed + index,
+                max_context_len=min(limit, config.rollout.rollout_max_context_len or limit),
+                max_batch=config.rollout.concurrency,
+                run_dir=folder.path,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+        )
+        for index in range(config.launcher.num_engines)
+    ]
+    engines, _ = await launcher.start_engines(specs)
+    return EngineClient(
+        engines, concurrency=config.rollout.concurrency, middlewares=[part.build() for part in run.middlewares]
+    )
+
+
+def reward_parts(run: BoundRun) -> list[Part]:
+    parts = [run.reward, *(settings.reward for settings in run.evals)]
+    unique = {part.spec().to_json(): part for part in parts if part is not None}
+    return list(unique.values())
+
+
+def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:
+    rollout = run.config.rollout
+    pool = RewardPool(run.registry.plugin_files, workers=rollout.reward_workers, timeout_s=rollout.reward_timeout)
+    stack.callback(pool.close)
+    return pool
+
+
+def training_settings(run: BoundRun) -> GroupSettings:
+    rollout = run.config.rollout
+    return GroupSettings(
+        scope="train",
+        num_samples=rollout.n_samples_per_prompt,
+        sampling=SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            stop=rollout.rollout_stop,
+            stop_token_ids=rollout.rollout_stop_token_ids,
+            skip_special_tokens=rollout.rollout_skip_special_tokens,
+        ),
+        seed=run.rollout_seed,
+        max_context_len=rollout.rollout_max_context_len,
+        reward=run.reward,
+        reward_key=rollout.reward_key or default_key(run.reward),
+        evaluation=False,
+        max_retries=rollout.max_retries,
+        fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
+    )
+
+
+def default_key(reward: Part | None) -> str | None:
+    return None if reward is None else reward.driver.reward_key
+
+
+def eval_tasks(
+    run: BoundRun, materials: Materials, runner: Callable[[GroupSettings, Part], GroupRunner]
+) -> Sequence[EvalTask]:
+    tasks = []
+    rollout = run.config.rollout
+    for settings in run.evals:
+        source = materials.eval_sources[settings.name]
+        group_settings = GroupSettings(
+            scope=f"eval-{settings.name}",
+            num_samples=settings.num_samples,
+            sampling=SamplingParams(
+                max_new_tokens=settings.max_response_len,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                min_new_tokens=settings.min_new_tokens,
+                repetition_penalty=settings.repetition_penalty,
+                stop=settings.stop,
+                stop_token_ids=settings.stop_token_ids,
+            ),
+            seed=run.rollout_seed,
+            max_context_len=rollout.rollout_max_context_len,
+            reward=settings.reward,
+            reward_key=settings.reward_key or default_key(settings.reward),
+            evaluation=True,
+            max_retries=rollout.max_retries,
+            fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
+        )
+        prompts = source.take(source.num_rows or 0)
+        tasks.append(
+            EvalTask(
+                settings=settings, prompts=prompts, runner=runner(group_settings, settings.generate or run.generate)
+            )
+        )
+    return tasks
+
+
+class NoSource(DataSource):
+    """Stands where a collector brings its own groups: there are no prompts."""
+
+    def take(self, num_prompts: int) -> list[Any]:
+        return []
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise CheckpointError("the checkpoint was taken with a data source, and this run has none")
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def count_attempt(folder: RunFolder) -> int:
+    """1 for the first start in this folder, one more for each that follows."""
+    try:
+        attempt = int(json.loads(folder.attempts.read_text())) + 1
+    except FileNotFoundError:
+        attempt = 1
+    folder.attempts.write_text(json.dumps(attempt))
+    return attempt
+
+
+def drop_none(value: Any) -> Any:
+    """TOML has no null: what is not set is left out."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [drop_none(inner) for inner in value if inner is not None]
+    return value

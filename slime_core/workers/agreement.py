@@ -1,0 +1,55 @@
+"""Agreement: a worker runs the same plugins as the driver, or it does not run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slime_core import __version__
+from slime_core.config.bound import Part, PartSpec
+from slime_core.errors import PluginError
+from slime_core.plugin_file import PluginFile
+from slime_core.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What the driver resolved, sent to every worker, which resolves it again and compares."""
+
+    slime_core: str
+    versions: Mapping[str, str]
+    """`group:dist/name` to version."""
+    plugin_files: tuple[PluginFile, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], plugin_files: Sequence[PluginFile]) -> Agreement:
+        return cls(
+            slime_core=__version__,
+            versions={key_of(part): part.entry.version for part in parts},
+            plugin_files=tuple(plugin_files),
+        )
+
+    def registry(self) -> Registry:
+        """The worker's own registry, with the driver's single-file plugins."""
+        if self.slime_core != __version__:
+            raise PluginError(
+                f"{socket.gethostname()} has slime-core {__version__}, the driver {self.slime_core}: install the same "
+                "version on every machine."
+            )
+        return Registry(self.plugin_files)
+
+    def resolve(self, spec: PartSpec, registry: Registry) -> Part:
+        """The part, from this machine's installation. PluginError if it is another version than the driver's."""
+        part = spec.resolve(registry)
+        expected = self.versions.get(key_of(part))
+        if expected != part.entry.version:
+            raise PluginError(
+                f"{socket.gethostname()} has {part.entry.dist} {part.entry.version}, the driver {expected}: install the "
+                "same version on every machine."
+            )
+        return part
+
+
+def key_of(part: Part) -> str:
+    return f"{part.group}:{part.entry.dist}/{part.entry.name}"

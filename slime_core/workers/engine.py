@@ -1,0 +1,47 @@
+"""EngineWorker: one rollout engine, where its device is. Splits a message of requests and streams the answers back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_core.config.bound import PartSpec
+from slime_core.contracts.engine import EngineInfo, EngineSetup, RolloutEngine
+from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.workers.agreement import Agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorkerSpec:
+    """All that an engine's worker is told; plain data."""
+
+    agreement: Agreement
+    engine: PartSpec
+    setup: EngineSetup
+
+
+class EngineWorker:
+    """See `slime_core.contracts.engine` for the calling order."""
+
+    def __init__(self, spec: EngineWorkerSpec) -> None:
+        self._spec = spec
+        self._engine: RolloutEngine = spec.agreement.resolve(spec.engine, spec.agreement.registry()).build()
+
+    async def start(self) -> EngineInfo:
+        return await self._engine.start(self._spec.setup)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+        """Completions as they end. All requests enter the engine in one turn of its loop, in order."""
+        answers = [asyncio.create_task(self._engine.generate([request])) for request in requests]
+        try:
+            for answer in asyncio.as_completed(answers):
+                yield (await answer)[0]
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """A method of the engine contract by its name."""
+        return await getattr(self._engine, method)(*args)

@@ -1,0 +1,91 @@
+"""TrainWorker: one rank of a trained role. Packs its shard into micro-batches and forwards to the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from slime_core.batch.pack import pack_micro_batch
+from slime_core.config.bound import PartSpec
+from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend, TrainerSetup
+from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.types.report import StepReport
+from slime_core.types.weights import Bucket
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.objective import ObjectiveSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainWorkerSpec:
+    """All that a rank is told; plain data."""
+
+    agreement: Agreement
+    backend: PartSpec
+    objective: ObjectiveSpec
+    setup: TrainerSetup
+    temperature: float
+
+
+class TrainWorker:
+    """See `slime_core.contracts.backend` for the calling order."""
+
+    def __init__(self, spec: TrainWorkerSpec) -> None:
+        self._spec = spec
+        registry = spec.agreement.registry()
+        self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
+        self._objective: Objective = spec.objective.build(spec.agreement, registry)
+
+    def setup(self) -> Layout:
+        return self._backend.setup(self._spec.setup)
+
+    def score(
+        self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
+    ) -> Mapping[str, Float32]:
+        """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
+        packed = [pack_micro_batch(shard, samples, temperature=self._spec.temperature) for samples in micros]
+        columns: dict[str, Float32] = {}
+        for samples, scores in zip(micros, self._backend.score(packed, weights=weights, entropy=entropy), strict=True):
+            rows = shard.response_rows(samples)
+            held = rows if scores.rows is None else rows[scores.rows]
+            for name, values in scores.present().items():
+                column = columns.setdefault(name, np.full(len(shard.mask), np.nan, np.float32))
+                column[held] = values
+        return columns
+
+    def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
+        """One optimiser step for each entry of `steps`, which lists the samples of its micro-batches."""
+        reports = []
+        for micros in steps:
+            packed = [
+                pack_micro_batch(shard, samples, columns=columns, temperature=self._spec.temperature)
+                for samples in micros
+            ]
+            reports.append(self._backend.train_step(packed, self._objective))
+        return reports
+
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
+        return self._backend.export_weights(version, bucket_bytes)
+
+    def save(self, folder: Path) -> None:
+        self._backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self._backend.load(folder)
+
+    def save_hf(self, folder: Path) -> None:
+        self._backend.save_hf(folder)
+
+    def refresh_copy(self, name: str) -> None:
+        self._backend.refresh_copy(name)
+
+    def sleep(self) -> None:
+        self._backend.sleep()
+
+    def wake(self) -> None:
+        self._backend.wake()
+
+    def close(self) -> None:
+        self._backend.close()
