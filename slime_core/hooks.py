@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import time
@@ -31,7 +32,7 @@ from slime_core.hookspecs import (
     SampleFailed,
     StepTrained,
 )
-from slime_core.registry.registry import TRACE_VARIABLE
+from slime_core.registry.registry import DENY_VARIABLE, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     from slime_core.registry.registry import Registry
@@ -53,12 +54,10 @@ class Hooks:
         if problems:
             raise PluginError("\n".join(problems))
         self._manager.check_pending()
-        self._listeners = {hook: self._callers(hook) for hook in HOOK_NAMES}
+        self._listeners = {hook: self._observers(hook) for hook in HOOK_NAMES}
 
     @classmethod
-    def load(
-        cls, registry: Registry, *, own: Mapping[str, object] | None = None, trace: Trace | None = None
-    ) -> Hooks:
+    def load(cls, registry: Registry, *, own: Mapping[str, object] | None = None, trace: Trace | None = None) -> Hooks:
         """Imports and registers every entry of the group `slime`, each under `dist/name`, after the caller's `own`."""
         plugins: dict[str, object] = dict(own or {})
         problems = []
@@ -69,7 +68,7 @@ class Hooks:
             try:
                 plugins[entry.qualified] = registry.load(entry, where="hooks")
             except PluginError as error:
-                problems.append(f"{error}, or switch it off with SLIME_PLUGINS_DENY={entry.dist}.")
+                problems.append(f"{error}, or {_way_out(entry.dist)}.")
         if problems:
             raise PluginError("\n".join(problems))
         return cls(plugins, trace=trace)
@@ -153,28 +152,31 @@ class Hooks:
     def _tell_one(self, hook: str, name: str, call: Callable[..., Any], event: object) -> None:
         started = time.perf_counter()
         try:
-            call(event=event)
+            call(event)
         except Exception as error:
             raise PluginError(
                 f"hook {hook}: the observer {name} failed: {type(error).__name__}: {error}. "
-                f"Mend it, or switch it off with SLIME_PLUGINS_DENY={name.partition('/')[0]}."
+                f"Mend it, or {_way_out(name.partition('/')[0])}."
             ) from error
         finally:
             if self._trace is not None:
                 self._trace(f"hook {hook} {name} {1000 * (time.perf_counter() - started):.1f} ms")
 
-    def _callers(self, hook: str) -> Sequence[tuple[str, Callable[..., Any]]]:
-        """One caller per observer, so that a failure can be laid at its door."""
-        caller = getattr(self._manager.hook, hook)
-        plugins = [(implementation.plugin_name, implementation.plugin) for implementation in caller.get_hookimpls()]
-        # pluggy calls the last one first, and keeps tryfirst at the end.
+    def _observers(self, hook: str) -> Sequence[tuple[str, Callable[..., None]]]:
+        # The relay would call them all and say only that one failed; taken one by one, each failure has a name. pluggy
+        # calls the last one first, and keeps tryfirst at the end.
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
         return [
-            (name, self._manager.subset_hook_caller(hook, [other for _, other in plugins if other is not plugin]))
-            for name, plugin in reversed(plugins)
+            (implementation.plugin_name, functools.partial(_call, implementation))
+            for implementation in reversed(caller.get_hookimpls())
         ]
 
     def _register(self, name: str, plugin: object) -> list[str]:
-        observer = plugin() if isinstance(plugin, type) else plugin
+        try:
+            observer = plugin() if isinstance(plugin, type) else plugin
+        except TypeError as error:
+            return [f"hook module {name}: the class cannot be made without arguments: {error}."]
+        # By identity: pluggy would ask for equality, which an observer may define.
         known = next((other for other, there in self._manager.list_name_plugin() if there is observer), None)
         if known is not None:
             return [f"hook module {name}: is the same object as {known}; register it once."]
@@ -191,6 +193,17 @@ class Hooks:
             for implementation in caller.get_hookimpls()
             if implementation.plugin is observer and (problem := _problem(caller, implementation))
         ]
+
+
+def _call(implementation: pluggy.HookImpl, event: object) -> None:
+    """With the arguments that it takes: the event, or none."""
+    implementation.function(*([event] if implementation.argnames else []))
+
+
+def _way_out(dist: str) -> str:
+    if dist.endswith(".py"):
+        return f"leave out --plugin {dist}"
+    return f"switch it off with {DENY_VARIABLE}={dist}"
 
 
 def _problem(caller: pluggy.HookCaller, implementation: pluggy.HookImpl) -> str:

@@ -16,6 +16,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from slime_core.types.batch import Batch, TokenColumns
+    from slime_core.types.prompt import Prompt
     from slime_core.types.report import EvalReport, PublishReport, TrainReport
     from slime_core.types.sample import SampleGroup
 
@@ -161,14 +162,14 @@ class EngineRecovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampleFailed:
-    """A generator raised. Told by whoever generates, who knows no run."""
+class SampleFailed(Event):
+    """A generator or a reward raised."""
 
-    group_index: int
-    index: int
-    """Of the sample, unique in the run."""
+    prompt: Prompt
+    sample_index: int
     attempt: int
-    """0 for the first try."""
+    """1 for the first try."""
+    will_retry: bool
     error: BaseException
 
 

@@ -11,13 +11,13 @@ They only leave a mark on what they decorate; nothing is registered until a `Reg
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from slime_core import groups
 from slime_core.contracts.needs import Need
 from slime_core.hookspecs import hookimpl
+from slime_core.mark import NAME_PATTERN, Mark
 
 __all__ = [
     "advantage",
@@ -32,26 +32,8 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-NAME_PATTERN: Final = re.compile(r"[a-z0-9_-]+")
-"""What users type: lower case, digits, `-` and `_`."""
-
 hook = hookimpl
 """Marks an observer: a function named like a hook of `slime_core.hookspecs`, with one parameter `event`."""
-
-
-class Mark(NamedTuple):
-    """What a decorator leaves as `__slime__`."""
-
-    group: str
-    name: str
-    traits: Mapping[str, Any]
-    """Class variables for the driver that is made around a plain function, such as `needs`."""
-
-
-def mark_of(thing: object) -> Mark | None:
-    """The mark on `thing` itself, not one that a class inherits."""
-    mark = getattr(thing, "__dict__", {}).get("__slime__")
-    return mark if isinstance(mark, Mark) else None
 
 
 def driver(group: str, name: str) -> Callable[[T], T]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from slime_core import groups
 from slime_core.entry import Entry
 from slime_core.errors import PluginError
-from slime_core.plugin import mark_of
+from slime_core.mark import mark_of
 
 HOOK_MARK: Final = "slime_impl"
 """The attribute that pluggy's marker leaves on a function (project name + `_impl`)."""
@@ -96,7 +96,7 @@ class PluginFile:
         # Before running it: pydantic reads field docstrings from the source while a class is being made. An entry
         # without a time stamp is never compared with the disk, where the file may have changed or not exist.
         linecache.cache[str(self.path)] = (len(self.text), None, self.text.splitlines(keepends=True), str(self.path))
-        spec = importlib.util.spec_from_loader(name, _TextLoader(self), origin=str(self.path))
+        spec = importlib.util.spec_from_file_location(name, self.path, loader=_TextLoader(self))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

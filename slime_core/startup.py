@@ -8,22 +8,19 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomlkit
 
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits
 from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.render import PromptRenderer
 from slime_core.checkpoint import CheckpointStore, RunState
-from slime_core.config.bound import BoundEvalSet, BoundRun, Part
+from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.backend import REFERENCE, Layout, TrainerSetup
 from slime_core.contracts.engine import EngineSetup
 from slime_core.contracts.needs import Need
-from slime_core.contracts.source import DataSource
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
@@ -31,8 +28,8 @@ from slime_core.launch.choose import build_launcher, choose_device
 from slime_core.launch.launcher import Launcher
 from slime_core.launch.trainers import TrainerLimits, Trainers
 from slime_core.learner import Learner, LearnerPlan
-from slime_core.manifest import build_manifest, check_required
-from slime_core.model_folder import load_tokenizer, read_model_config
+from slime_core.manifest import build_manifest
+from slime_core.materials import Materials, NoSource
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
@@ -45,21 +42,6 @@ from slime_core.workers.engine import EngineWorkerSpec
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.trainer import TrainWorkerSpec
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Materials:
-    """What a run works on, checked before anything is started: all that a dry run looks at."""
-
-    tokenizer: PreTrainedTokenizerBase
-    model_config: Mapping[str, Any]
-    source: DataSource | None
-    """None: the collector brings its own groups."""
-    eval_sources: Mapping[str, DataSource]
-    num_rollout: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
@@ -68,72 +50,6 @@ class StartOptions:
     fresh: bool = False
     resume: Path | None = None
     ckpt_step: int | None = None
-
-
-def load_materials(run: BoundRun) -> Materials:
-    """Tokenizer, model config and data. Raises ModelError or DataError for what cannot be used."""
-    config = run.config
-    check_required(config.required_plugins)
-    folder = Path(config.model.hf_checkpoint)
-    model_config = read_model_config(folder)
-    tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-    rollout, data = config.rollout, config.data
-    max_prompt_len = rollout.rollout_max_prompt_len
-    if max_prompt_len is None and rollout.rollout_max_context_len is not None:
-        max_prompt_len = rollout.rollout_max_context_len - 1
-    source = None
-    if run.collector.driver.needs_engine(run.collector.config):
-        renderer = PromptRenderer(
-            tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            metadata_key=data.metadata_key,
-            tool_key=data.tool_key,
-            apply_chat_template=data.apply_chat_template,
-            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-            max_prompt_len=max_prompt_len,
-        )
-        source = run.source.build()(renderer, seed=run.rollout_seed)
-    evals = {settings.name: eval_source(run, settings, tokenizer) for settings in run.evals}
-    return Materials(
-        tokenizer=tokenizer,
-        model_config=model_config,
-        source=source,
-        eval_sources=evals,
-        num_rollout=count_rollouts(run, source),
-    )
-
-
-def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSource:
-    """An evaluation set is read by the same kind of source as the training data, in order."""
-    renderer = PromptRenderer(
-        tokenizer,
-        input_key=settings.input_key,
-        label_key=settings.label_key,
-        metadata_key=settings.metadata_key,
-        tool_key=settings.tool_key,
-        apply_chat_template=settings.apply_chat_template,
-        apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
-        max_prompt_len=settings.max_prompt_len,
-    )
-    from slime_core.buffer.files import FilesSource
-    from slime_core.buffer.plugin import FilesConfig
-
-    files = FilesConfig.model_validate({"prompt_data": [settings.path], "streaming": False})
-    source = FilesSource(files, renderer, seed=run.rollout_seed)
-    if not source.num_rows:
-        raise DataError(f"eval.datasets.{settings.name}: {settings.path} has no usable row.")
-    return source
-
-
-def count_rollouts(run: BoundRun, source: DataSource | None) -> int:
-    train = run.config.train
-    if train.num_rollout is not None:
-        return train.num_rollout
-    rows = None if source is None else source.num_rows
-    if rows is None:
-        raise ConfigError("train.num_epoch: the number of rows is not known; say --num-rollout instead.")
-    return (train.num_epoch or 1) * rows // run.config.rollout.rollout_batch_size
 
 
 @contextlib.asynccontextmanager
@@ -209,20 +125,19 @@ async def assemble_session(
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
     with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
     rewards = start_rewards(run, stack)
-    warming = [asyncio.create_task(rewards.warm(part.spec())) for part in reward_parts(run)]
-    trainers_task = asyncio.create_task(start_trainers(run, materials, launcher, agreement, device))
-    client_task = asyncio.create_task(start_client(run, materials, launcher, agreement, device, folder, with_engine))
-    try:
-        trainers, client, *_ = await asyncio.gather(trainers_task, client_task, *warming)
-    except BaseException:
-        await asyncio.gather(trainers_task, client_task, *warming, return_exceptions=True)
-        raise
+    async with asyncio.TaskGroup() as starting:
+        trainers_task = starting.create_task(start_trainers(run, materials, launcher, agreement, device))
+        client_task = starting.create_task(
+            start_client(run, materials, launcher, agreement, device, folder, with_engine)
+        )
+        for part in reward_parts(run):
+            starting.create_task(rewards.warm(part.spec()))
+    trainers, client = trainers_task.result(), client_task.result()
 
     def on_failure(failure: SampleFailure) -> None:
         hooks.sample_failed(
             SampleFailed(
                 run=event,
-                rollout_id=session.state.rollout_id,
                 prompt=failure.prompt,
                 sample_index=failure.index,
                 attempt=failure.attempt,
@@ -246,7 +161,7 @@ async def assemble_session(
         )
 
     source = materials.source or NoSource()
-    session = Session(
+    return Session(
         run=run,
         event=event,
         folder=folder,
@@ -268,7 +183,6 @@ async def assemble_session(
         kept_ahead=[],
         saved_rollout_id=state.rollout_id,
     )
-    return session
 
 
 async def restore(session: Session, checkpoint: Path) -> None:
@@ -448,27 +362,6 @@ def eval_tasks(
             )
         )
     return tasks
-
-
-class NoSource(DataSource):
-    """Stands where a collector brings its own groups: there are no prompts."""
-
-    def take(self, num_prompts: int) -> list[Any]:
-        return []
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        if state:
-            raise CheckpointError("the checkpoint was taken with a data source, and this run has none")
-
-    @property
-    def num_rows(self) -> int | None:
-        return None
-
-    def fingerprint(self) -> str:
-        return ""
 
 
 def count_attempt(folder: RunFolder) -> int:

@@ -104,7 +104,8 @@ class ZigzagSegments:
         return summed
 
     def expand(self, values: Tensor) -> Tensor:
-        return values[self._segments]
+        # Not values[segments]: its backward adds in any order.
+        return values.index_select(0, self._segments)
 
 
 class _SumOverGroup(torch.autograd.Function):

@@ -100,8 +100,7 @@ class DataBuffer:
             raise CheckpointError(
                 f"{folder}: {GROUPS_FILE} holds {len(groups)} groups and {STATE_FILE} speaks of {len(state['items'])}"
             )
-        self.source.restore(state["source"])
-        self._items = [
+        items = tuple(
             BufferItem(
                 prompt=group.prompt,
                 kind=ItemKind(entry["kind"]),
@@ -110,7 +109,8 @@ class DataBuffer:
                 start_rollout_id=entry["start_rollout_id"],
             )
             for group, entry in zip(groups, state["items"], strict=True)
-        ]
+        )
+        self.restore(BufferSnapshot(items, state["source"]))
 
     def _pop(self, num_groups: int) -> list[BufferItem]:
         if not self._items:

@@ -85,10 +85,11 @@ def _named(registry: Registry, asked: str, group: str | None) -> Sequence[Entry]
 
 def _group_called(registry: Registry, asked: str) -> str:
     known = sorted({*groups.NOUNS, *(entry.group for entry in registry.entries())})
-    for group in (asked, f"slime.{asked}"):
+    full = asked if asked.startswith("slime") else f"slime.{asked}"
+    for group in (asked, full):
         if group in known:
             return group
-    raise PluginError(unknown_name("--group", asked, "group", known))
+    raise PluginError(unknown_name("--group", full, "group", known))
 
 
 def _check(registry: Registry, *, as_json: bool) -> None:

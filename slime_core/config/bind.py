@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from slime_core import groups
 from slime_core.config.algo import AlgoConfig
 from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundRun, Part
 from slime_core.config.checks import cross_checks
-from slime_core.config.evaluation import EvalDefaults
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.contracts.driver import DriverConfig
 from slime_core.errors import ConfigError, PluginError, near_matches
 from slime_core.registry import Registry, bind
 from slime_core.registry.options import problem_line
-
-from pydantic import ValidationError
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ class FlagTable:
                 ambiguous[name] = list(distinct.values())
         return cls(by_name, ambiguous)
 
-    def parse(self, words: Sequence[str]) -> list[tuple[tuple[str, ...], Any]]:
-        """(path, value) of each flag. ConfigError lists every word that is not understood."""
+    def parse(self, words: Sequence[str], *, lenient: bool = False) -> list[tuple[tuple[str, ...], Any]]:
+        """(path, value) of each flag. ConfigError lists every word that is not understood; `lenient` skips those."""
         overrides: list[tuple[tuple[str, ...], Any]] = []
         problems: list[str] = []
         position = 0
@@ -103,7 +103,7 @@ class FlagTable:
                 problems.append(f"--{name} wants a value.")
             else:
                 overrides.append((flag.path, flag_value(values, flag.field.annotation)))
-        if problems:
+        if problems and not lenient:
             raise ConfigError(problems)
         return overrides
 
@@ -140,7 +140,9 @@ def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
                 yield Flag(name=key, path=(*path, key, "name"), owner="slime", field=inner.model_fields["name"])
             yield from (flag for flag in walk(inner, (*path, key)) if flag.path[-1] != "name")
         else:
-            yield Flag(name=key.replace("_", "-"), path=(*path, key), owner="slime", field=info)
+            # Tables inside tables repeat the names of what they override: those are said by their dotted path.
+            short = key.replace("_", "-") if len(path) < 2 else ".".join((*path, key))
+            yield Flag(name=short, path=(*path, key), owner="slime", field=info)
 
 
 NAME_FIELD = PluginTable.model_fields["name"]

@@ -33,7 +33,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
     """`tables` with each (path, value) set. A table written as a plain name grows into one; giving a table another
     `name` drops the options that stood beside the old one."""
-    result = {key: value for key, value in tables.items()}
+    result = dict(tables)
     for path, value in overrides:
         table = result
         for key in path[:-1]:

@@ -21,7 +21,7 @@ from slime_core.entry import KERNEL, Entry, normalized
 from slime_core.errors import PluginError, near_matches
 from slime_core.hooks import Hooks
 from slime_core.install_hints import HEAVY_MODULES
-from slime_core.plugin import NAME_PATTERN
+from slime_core.mark import NAME_PATTERN
 from slime_core.registry.acceptance import accept
 from slime_core.registry.adapt import is_plain
 from slime_core.registry.registry import Registry, Status
@@ -128,7 +128,7 @@ def recipe_problems(registry: Registry, recipe: Recipe) -> Iterable[str]:
 def _round_trip_problems(config: type[DriverConfig]) -> Iterable[str]:
     try:
         defaults = config()
-        restored = config.model_validate_json(defaults.model_dump_json())
+        restored = config.model_validate_json(defaults.model_dump_json(warnings="error"))
     # pydantic_core's serialisation errors are ValueErrors too.
     except (ValidationError, ValueError, TypeError) as error:
         yield f"the defaults of {config.__qualname__} do not survive JSON: {' '.join(str(error).split())}"

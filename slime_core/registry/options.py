@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,24 +75,28 @@ class Option:
 def describe(config: type[BaseModel]) -> list[Option]:
     """The options in the order in which the Config defines them."""
     return [
-        Option(name, type_text(field), _default_text(field), _one_line(field.description or ""))
+        Option(name, type_text(field), default_text(field), _one_line(field.description or ""))
         for name, field in config.model_fields.items()
     ]
 
 
 def type_text(field: FieldInfo) -> str:
     """`float, gt=0`: the annotation, and the bounds that pydantic checks."""
-    text = inspect.formatannotation(field.annotation).replace("typing.", "")
-    return ", ".join([text, *(_bound_text(bound) for bound in field.metadata)])
+    text = re.sub(r"Annotated\[str, BeforeValidator\(.*?\)\]", "path", inspect.formatannotation(field.annotation))
+    text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text).replace("PluginTable", "plugin")
+    bounds = [bound for item in field.metadata if (bound := _bound_text(item))]
+    if text == "str" and any("BeforeValidator" in repr(item) for item in field.metadata):
+        text = "path"
+    return ", ".join([text, *bounds])
 
 
 def _bound_text(bound: Any) -> str:
-    # annotated-types' bounds are dataclasses with one field: Gt(gt=0).
+    # annotated-types' bounds are dataclasses with one field: Gt(gt=0). Validators are no bounds.
     text = repr(bound)
-    return text[text.index("(") + 1 : -1] if text.endswith(")") else text
+    return text[text.index("(") + 1 : -1] if text.endswith(")") and "Validator" not in text else ""
 
 
-def _default_text(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     return _shown(field.get_default(call_default_factory=True, validated_data={}))

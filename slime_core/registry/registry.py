@@ -55,7 +55,7 @@ class Registry:
         deny: Collection[str] = (),
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        self.plugin_files: tuple[PluginFile, ...] = tuple(
+        self.plugin_files: Final[tuple[PluginFile, ...]] = tuple(
             file if isinstance(file, PluginFile) else PluginFile.read(file) for file in plugin_files
         )
         self._points: dict[Entry, EntryPoint] = installed_entries()
@@ -63,9 +63,11 @@ class Registry:
         for file in self.plugin_files:
             self._objects |= file.load()
         self._entries: tuple[Entry, ...] = tuple(sorted({*self._points, *self._objects}))
-        self.allow: tuple[str, ...] | None = None if allow is None else self._distributions(allow, ALLOW_VARIABLE)
-        self.deny: tuple[str, ...] = self._distributions(deny, DENY_VARIABLE)
-        self.trace = trace
+        self.allow: Final[tuple[str, ...] | None] = (
+            None if allow is None else self._distributions(allow, ALLOW_VARIABLE)
+        )
+        self.deny: Final[tuple[str, ...]] = self._distributions(deny, DENY_VARIABLE)
+        self.trace: Final = trace
 
     @classmethod
     def from_environment(

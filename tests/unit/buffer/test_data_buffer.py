@@ -154,6 +154,20 @@ def test_a_restored_buffer_goes_on_as_the_saved_one(make_buffer, tmp_path: Path)
     assert [row[3] for row in expected[:3]] == [ItemKind.PARTIAL, ItemKind.RETURNED, ItemKind.FRESH]
 
 
+def test_a_snapshot_undoes_what_came_after(make_buffer):
+    buffer = make_buffer(rollout_shuffle=True)
+    buffer.add_samples([item.as_returned(0) for item in buffer.get_samples(2)])
+    before = buffer.snapshot()
+    taken = buffer.get_samples(6)
+    buffer.add_samples([item.as_returned(1) for item in reversed(taken)])
+    for _ in range(2):
+        buffer.restore(before)
+        again = buffer.get_samples(6)
+        assert names(again) == names(taken)
+        assert [item.prompt.group_index for item in again] == list(range(6))
+        assert len(buffer) == 0
+
+
 def test_an_empty_buffer_is_saved_too(make_buffer, tmp_path: Path):
     saved = make_buffer()
     saved.get_samples(4)

@@ -4,8 +4,8 @@ On GPUs in half precision it is one variable-length kernel; elsewhere sequences 
 one SDPA call each. Under context parallelism keys and values are gathered over the group first.
 
 Legend: N tokens this rank holds, M keys visible to it (N without context parallelism), H query heads, K key heads,
-D head dim, S segments, Lq/Lk padded lengths in a block. A segment is a run of queries with the keys up to its end: a whole sequence,
-or one zigzag chunk.
+D head dim, S segments, Lq and Lk padded lengths in a block. A segment is a run of queries with the keys up to its end:
+a whole sequence, or one zigzag chunk.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from slime_core.errors import ModelError
 PACKED = "slime_packed"
 """Our name among transformers' attention implementations."""
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")
+
+# Renamed in torch 2.13.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Sequences share a block while the longest is at most this much longer than the shortest. One SDPA call costs about
 # as much as this many padded tokens.
@@ -160,14 +164,14 @@ def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[int]:
     # Lengths repeat: looking only where they change keeps this short for thousands of sequences.
     changes = np.flatnonzero((np.diff(query_lengths) != 0) | (np.diff(key_lengths) != 0)) + 1
     for i in changes:
-        stretched = query_lengths[i] * MAX_STRETCH + FREE_TOKENS < longest
-        if (
-            stretched
-            or not key_lengths[i] / MAX_STRETCH - FREE_TOKENS <= deepest <= key_lengths[i] * MAX_STRETCH + FREE_TOKENS
-        ):
+        if far_apart(longest, query_lengths[i]) or far_apart(deepest, key_lengths[i]):
             cuts.append(int(i))
             longest, deepest = query_lengths[i], key_lengths[i]
     return cuts
+
+
+def far_apart(one: float, other: float) -> bool:
+    return max(one, other) > min(one, other) * MAX_STRETCH + FREE_TOKENS
 
 
 def packed_attention(
@@ -187,13 +191,9 @@ def packed_attention(
     `attention_plan` came down from the model's own call. Dropout is never applied.
     """
     if attention_plan is None:
-        raise ModelError(
-            f"{type(module).__name__} does not pass keyword arguments to its attention; it cannot be packed."
-        )
+        raise ModelError(f"{type(module).__name__} keeps keyword arguments from its attention: it cannot be packed.")
     if asked := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
-        raise ModelError(
-            f"{type(module).__name__} asks for {', '.join(asked)}, which packed attention does not compute."
-        )
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not compute it.")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if attention_plan.group is not None:
         k, v = gather_keys(k, v, attention_plan.group)
@@ -340,14 +340,14 @@ class GatherOverGroup(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        ALL_GATHER(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0].contiguous()
         out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+        REDUCE_SCATTER(out, grad, group=ctx.group)
         return out, None
 
 

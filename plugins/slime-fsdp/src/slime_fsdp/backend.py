@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime_core.batch.zigzag import ZigzagSegments
+from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
 from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
 from slime_core.contracts.loss import Segments
-from slime_core.errors import ModelError, near_matches
+from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -107,17 +107,16 @@ class FsdpBackend(TrainBackend):
 
     def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
         model = self._ready.model if weights == ACTOR else self._copy(weights)
+        mode: EntropyMode = "metric" if entropy else "none"
+        parts: list[tuple[MicroBatch, Outputs]] = []
         with torch.no_grad():
-            outputs = [
-                self._forward(model, micro, "metric" if entropy else "none") for micro in map(self._place, micros)
-            ]
+            for whole in micros:
+                micro, plan = self._prepare(whole)
+                parts.append((micro, model(micro, plan, mode)))
         for shard in model.shards():
             # A forward without a backward leaves the root's weights gathered, to go stale at the next step.
             shard.reshard()
-        return [
-            Scores(**{name: value.cpu().numpy() for name, value in output._asdict().items() if value is not None})
-            for output in outputs
-        ]
+        return [scores_of(micro, outputs) for micro, outputs in parts]
 
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
@@ -127,9 +126,10 @@ class FsdpBackend(TrainBackend):
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
         loss = torch.zeros((), device=trainer.placement.device)
         sums: dict[str, Tensor] = {}
-        for number, micro in enumerate(map(self._place, micros), start=1):
+        for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
-            outputs = self._forward(trainer.model, micro, entropy)
+            micro, plan = self._prepare(whole)
+            outputs: Outputs = trainer.model(micro, plan, entropy)
             result = objective(
                 micro,
                 segments=self._segments(micro),
@@ -170,26 +170,20 @@ class FsdpBackend(TrainBackend):
         trainer.optimizer.step()
         trainer.steps_done += 1
 
-    def _forward(self, model: PackedModel, micro: MicroBatch, entropy: EntropyMode) -> Outputs:
-        outputs: Outputs = model(micro, self._plan(micro), entropy)
-        return outputs
-
-    def _place(self, micro: MicroBatch) -> MicroBatch:
-        """On the device, except for the offsets: the attention plan is made from them on the host."""
-        if (micro.rows is None) != (self._ready.layout.cp_size == 1):
-            raise ValueError("context parallelism wants each rank's part of a micro-batch (slime_core.batch.zigzag)")
-        return micro.to(self._ready.placement.device)
-
-    def _plan(self, micro: MicroBatch) -> AttentionPlan:
+    def _prepare(self, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
+        """This rank's part, on the device, with the plan that is made from its offsets on the host."""
         placement, layout = self._ready.placement, self._ready.layout
-        return plan_attention(
-            micro.cu_seqlens.cpu(),
+        if layout.cp_size > 1:
+            micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
+        plan = plan_attention(
+            micro.cu_seqlens,
             device=placement.device,
             varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
             cp_rank=layout.cp_rank,
             cp_size=layout.cp_size,
             group=self._ready.ranks.cp_group,
         )
+        return micro.to(placement.device), plan
 
     def _segments(self, micro: MicroBatch) -> Segments:
         group = self._ready.ranks.cp_group
@@ -208,10 +202,7 @@ class FsdpBackend(TrainBackend):
     def _copy(self, name: str) -> PackedModel:
         copies = self._ready.copies
         if name not in copies:
-            known = [ACTOR, *copies]
-            close = near_matches(name, known)
-            hint = f"; close match: {', '.join(close)}" if close else ""
-            raise ModelError(f'weights "{name}": this trainer holds no such copy{hint}. It holds: {", ".join(known)}.')
+            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *copies]))
         return copies[name]
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
@@ -286,3 +277,8 @@ class FsdpBackend(TrainBackend):
         if self._trainer is not None:
             self._trainer.ranks.leave()
             self._trainer = None
+
+
+def scores_of(micro: MicroBatch, outputs: Outputs) -> Scores:
+    columns = {name: value.cpu().numpy() for name, value in outputs._asdict().items() if value is not None}
+    return Scores(**columns, rows=None if micro.rows is None else micro.rows.cpu().numpy())

@@ -106,15 +106,15 @@ def check_shapes(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
         here, there = wanted.get(name), manifest.shapes.get(name)
         if here is None or there is None or here != list(there):
             raise CheckpointError(
-                f"{folder / MANIFEST}: {name} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this run: "
-                "another model, optimiser or list of trained parameters."
+                f"{folder / MANIFEST}: {name} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this "
+                "run: another model, optimiser or list of trained parameters."
             )
 
 
 def random_state() -> dict[str, Tensor]:
     """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),

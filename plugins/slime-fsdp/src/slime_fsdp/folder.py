@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -56,7 +57,7 @@ class ModelFolder:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise ModelError(f"{self.path}: the weights cannot be loaded: {error}") from error
         missing = set(info["missing_keys"])
         if self.head == "value":

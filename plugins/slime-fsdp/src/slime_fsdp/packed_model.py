@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
         return Outputs(log_probs=log_probs, entropy=entropies)
 
     def weight_names(self) -> list[str]:
-        """Names in the model's own state dict, in its order; of tied weights only the one that safetensors files hold."""
+        """Names in the model's own state dict, in its order; of tied weights only the one that files hold."""
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)

@@ -33,7 +33,7 @@ class FsdpConfig(DriverConfig):
     """What forward and backward compute in; weights, gradient sums and optimiser are always float32. auto: float32 on
     the CPU, bfloat16 on GPUs."""
     gradient_checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward: less memory, about a third slower."""
+    """Keep only each layer's input and compute the rest again in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory between uses. GPUs only."""
     attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "packed"
@@ -44,7 +44,8 @@ class FsdpConfig(DriverConfig):
     compile: bool = False
     """torch.compile each layer: faster steps after a slow start."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more memory."""
+    """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more
+    memory."""
     sync_each_micro_batch: bool | None = None
     """Reduce gradients after every micro-batch, so that no rank holds whole gradients. Off: once a step, less
     communication. By default on for GPUs, off on the CPU."""

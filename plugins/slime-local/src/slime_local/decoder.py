@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from slime_local.stop_text import StopText
 _REFILL_SHARE = 16
 """Freed rows are refilled when everything that waits fits, or 1/16 of all rows is free: a prefill per finished row
 would cost as much as the decode step beside it."""
+
+_CPU_ROWS = 512
 
 
 class Decoder:
@@ -104,11 +106,18 @@ class Decoder:
 
     def _decode(self) -> Tensor:
         slots = self._slots
-        n = slots.count
         slots.reserve(0, 0)
-        cache = DecodeView(slots.store, n, slots.at(slots.first), slots.at(slots.end) - 1)
-        positions = (slots.end - 1 - slots.start())[:, None]
-        return self._model.logits(slots.last_tokens(), positions, slots.bias(), cache)
+        n = slots.count
+        parts = 1 if slots.device.type != "cpu" else -(-n // _CPU_ROWS)
+        edges = [n * part // parts for part in range(parts + 1)]
+        logits = [self._decode_rows(slice(begin, end)) for begin, end in pairwise(edges)]
+        return torch.cat(logits) if parts > 1 else logits[0]
+
+    def _decode_rows(self, rows: slice) -> Tensor:
+        slots = self._slots
+        cache = DecodeView(slots.store, rows, slots.at(slots.first), slots.at(slots.end) - 1)
+        positions = (slots.end - 1 - slots.start()[rows])[:, None]
+        return self._model.logits(slots.last_tokens()[rows], positions, slots.bias()[rows], cache)
 
     def _prefill(self, ids: Tensor, lengths: Tensor, view: PrefillView) -> Tensor:
         """`ids` (B, P) padded on the left, `lengths` (B,); returns the logits of the last column, (B, V)."""

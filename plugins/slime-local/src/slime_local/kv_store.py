@@ -67,9 +67,9 @@ class _View(Cache):
 
 
 class DecodeView(_View):
-    """One token per row: writes `column` of the first `rows` rows and shows the columns from `first` up to it."""
+    """One token per row: writes `column` of `rows` and shows the columns from `first` up to it."""
 
-    def __init__(self, store: KvStore, rows: int, first: int, column: int) -> None:
+    def __init__(self, store: KvStore, rows: slice, first: int, column: int) -> None:
         super().__init__(column - first)
         self._store = store
         self._rows = rows
@@ -77,7 +77,7 @@ class DecodeView(_View):
         self._column = column
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._store.keys[layer_idx][: self._rows], self._store.values[layer_idx][: self._rows]
+        keys, values = self._store.keys[layer_idx][self._rows], self._store.values[layer_idx][self._rows]
         end = self._column + 1
         keys[:, :, self._column : end] = key
         values[:, :, self._column : end] = value

@@ -29,7 +29,7 @@ def bits(expression: Any) -> int:
     match expression:
         case Rational():
             # Integers are rationals too.
-            return max(abs(expression.p).bit_length(), expression.q.bit_length(), 1)
+            return max(int(expression.p).bit_length(), int(expression.q).bit_length(), 1)
         case Float():
             return 64
         case _ if isinstance(expression, _OPEN_ENDED):
@@ -51,8 +51,8 @@ def _power_bits(base: Any, exponent: Any) -> int:
         return _TOO_MANY
     if isinstance(exponent, Rational) and not isinstance(exponent, Integer):
         # A root keeps the size of what is under it.
-        exponent_bits = abs(exponent.p).bit_length()
-    return min(_TOO_MANY, bits(base) * 2**exponent_bits)
+        exponent_bits = int(exponent.p).bit_length()
+    return min(_TOO_MANY, bits(base) << exponent_bits)
 
 
 def _parts(expression: Any) -> list[Any]:

@@ -23,7 +23,7 @@ class DapoReward(Reward):
     window_chars: int
 
     def score(self, group: SampleGroup) -> Sequence[Mapping[str, float]]:
-        """`score` (+1 right, -1 wrong) and `acc` (1, 0) for each sample. RewardError for a label that cannot be used."""
+        """`score` (+1 right, -1 wrong) and `acc` (1, 0) for each sample. RewardError for an unusable label."""
         labels = {final_form(label) for label in accepted_answers(group.prompt, reward="dapo")} - {""}
         right = [last_answer(sample.response, window_chars=self.window_chars) in labels for sample in group.samples]
         return [{"score": 1.0, "acc": 1.0} if hit else {"score": -1.0, "acc": 0.0} for hit in right]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from decimal import Decimal
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime_core.errors import RewardError
 
@@ -33,14 +33,18 @@ def place(prompt: Prompt) -> str:
     return prompt.origin or f"prompt draw {prompt.group_index}"
 
 
-def _text(label: Any, prompt: Prompt, reward: str) -> str:
-    if isinstance(label, str):
-        return label
-    if isinstance(label, Integral) and not isinstance(label, bool):
-        return str(int(label))
-    if isinstance(label, Real) and not isinstance(label, bool) and math.isfinite(label):
-        # Never with an exponent, which no answer is written with.
-        return format(Decimal(repr(float(label))), "f")
+def _text(label: object, prompt: Prompt, reward: str) -> str:
+    match label:
+        case str():
+            return label
+        case bool():
+            # An Integral too, but nobody's answer.
+            pass
+        case Integral():
+            return str(int(label))
+        case Real() if math.isfinite(label):
+            # Never with an exponent, which no answer is written with.
+            return format(Decimal(repr(float(label))), "f")
     raise RewardError(
         f"reward {reward!r}: {place(prompt)} has the label {label!r} ({type(label).__name__}); "
         "a label is text, a finite number, or a list of those."

@@ -50,33 +50,13 @@ _SYNONYMS = {
     "ldots": "\\dots",
     "cdots": "\\dots",
 }
-_INVISIBLE = [
-    "left",
-    "right",
-    "middle",
-    "big",
-    "Big",
-    "bigg",
-    "Bigg",
-    "bigl",
-    "bigr",
-    "Bigl",
-    "Bigr",
-    "biggl",
-    "biggr",
-    "Biggl",
-    "Biggr",
-    "displaystyle",
-    "textstyle",
-    "scriptstyle",
-    "limits",
-    "nolimits",
-    "nobreak",
-    "mathstrut",
-    "boxed",
-    "fbox",
-    "degree",
-]
+# fmt: off
+_INVISIBLE = frozenset((
+    "left", "right", "middle", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr",
+    "Biggl", "Biggr", "displaystyle", "textstyle", "scriptstyle", "limits", "nolimits", "nobreak",
+    "mathstrut", "boxed", "fbox", "degree",
+))
+# fmt: on
 # `\left.` and `\right.` show nothing at all.
 _EMPTY_BRACKET = re.compile(r"\\(?:left|right)\s*\.")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s*")

@@ -7,79 +7,22 @@ import re
 MAX_CHARS = 256
 """A number with its unit is never longer."""
 
-_SHORT_UNITS = frozenset(
-    [
-        "cm",
-        "mm",
-        "dm",
-        "km",
-        "nm",
-        "kg",
-        "mg",
-        "ml",
-        "cl",
-        "ft",
-        "in",
-        "yd",
-        "mi",
-        "mph",
-        "kph",
-        "kmh",
-        "hr",
-        "hrs",
-        "min",
-        "sec",
-        "ms",
-        "lb",
-        "lbs",
-        "oz",
-        "gal",
-        "mol",
-        "deg",
-        "rad",
-        "day",
-        "men",
-        "cup",
-        "way",
-        "one",
-        "sq",
-        "cc",
-        "cu",
-        "bit",
-    ]
-)
+# fmt: off
+_SHORT_UNITS = frozenset((
+    "cm", "mm", "dm", "km", "nm", "kg", "mg", "ml", "cl", "ft", "in", "yd", "mi", "mph", "kph", "kmh", "hr",
+    "hrs", "min", "sec", "ms", "lb", "lbs", "oz", "gal", "mol", "deg", "rad", "day", "men", "cup", "way",
+    "one", "sq", "cc", "cu", "bit", "per",
+))
+# fmt: on
 """Words of two and three letters that are units; others may be products of variables (2 xy)."""
 
-_NOT_UNITS = frozenset(
-    [
-        "or",
-        "and",
-        "to",
-        "mod",
-        "base",
-        "times",
-        "plus",
-        "minus",
-        "over",
-        "sqrt",
-        "frac",
-        "infinity",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "score",
-        "half",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "sinx",
-        "cosx",
-    ]
-)
+# fmt: off
+_NOT_UNITS = frozenset((
+    "or", "and", "to", "mod", "base", "times", "plus", "minus", "over", "sqrt", "frac", "infinity", "hundred",
+    "thousand", "million", "billion", "trillion", "dozen", "score", "half", "third", "thirds", "quarter",
+    "quarters",
+))
+# fmt: on
 """Words after a number that change what it says."""
 
 _NUMBER = r"(?P<number>(?:[-+*/^0-9.,(){}\s]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z]))*[0-9})](?:\s*\\pi)?)"

@@ -1,0 +1,1 @@
+"""Filters over finished groups and over the data buffer."""

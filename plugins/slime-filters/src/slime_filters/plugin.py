@@ -1,0 +1,132 @@
+"""What the entry points name: options of the filters."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.filter import BufferFilter, BufferFilterDriver, FilterDriver, GroupFilter
+
+
+class GroupFilterConfig(DriverConfig):
+    """Options of every group filter."""
+
+    keep_when_insufficient: bool = False
+    """Keep a rejected group after all if the remaining candidates would not fill the batch."""
+
+
+class NonzeroStdConfig(GroupFilterConfig):
+    min_std: float = Field(1e-6, ge=0, allow_inf_nan=False)
+    """Standard deviation of the rewards that must be exceeded; the default only tells equal from unequal."""
+
+
+class PassRateBandConfig(GroupFilterConfig):
+    min_pass_rate: float = Field(0.1, ge=0, le=1)
+    """Smallest share of samples that pass, inclusive: below it a prompt is too hard to learn from."""
+    max_pass_rate: float = Field(0.9, ge=0, le=1)
+    """Largest share of samples that pass, inclusive: above it a prompt is learnt."""
+    pass_reward: float = Field(1.0, allow_inf_nan=False)
+    """A sample passes with this reward or more."""
+
+    @model_validator(mode="after")
+    def _check_band(self) -> PassRateBandConfig:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate = {self.min_pass_rate} is above max_pass_rate = {self.max_pass_rate}: nothing would pass"
+            )
+        return self
+
+
+class LengthConfig(GroupFilterConfig):
+    min_response_len: int = Field(0, ge=0)
+    """Tokens that every response of the group must have at least."""
+    max_response_len: int | None = Field(None, gt=0)
+    """Tokens that every response of the group may have at most; by default any number."""
+    max_truncated_ratio: float = Field(1.0, ge=0, le=1)
+    """Largest share of responses that may have hit the length limit, inclusive."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> LengthConfig:
+        if self.min_response_len == 0 and self.max_response_len is None and self.max_truncated_ratio == 1.0:
+            raise ValueError("give min_response_len, max_response_len or max_truncated_ratio: nothing would be dropped")
+        if self.max_response_len is not None and self.min_response_len > self.max_response_len:
+            raise ValueError(
+                f"min_response_len = {self.min_response_len} is above max_response_len = {self.max_response_len}: "
+                "nothing would pass"
+            )
+        return self
+
+
+class PriorityConfig(DriverConfig):
+    key: str = Field("priority", min_length=1)
+    """Entry of the prompt's metadata that holds its priority, a number; the highest goes first."""
+    default: float | None = Field(None, allow_inf_nan=False)
+    """Priority of prompts without that entry; by default their lack of it is an error."""
+
+
+class NonzeroStd(FilterDriver):
+    """Drops groups whose samples all earned the same reward: their advantages are zero (DAPO's dynamic sampling)."""
+
+    Config = NonzeroStdConfig
+
+    @classmethod
+    def build(cls, config: NonzeroStdConfig) -> GroupFilter:
+        from slime_filters.nonzero_std import NonzeroStdFilter
+
+        return NonzeroStdFilter(min_std=config.min_std, keep_when_insufficient=config.keep_when_insufficient)
+
+
+class PassRateBand(FilterDriver):
+    """Drops prompts that are too hard or too easy for the current policy."""
+
+    Config = PassRateBandConfig
+
+    @classmethod
+    def build(cls, config: PassRateBandConfig) -> GroupFilter:
+        from slime_filters.pass_rate_band import PassRateBandFilter
+
+        return PassRateBandFilter(
+            min_pass_rate=config.min_pass_rate,
+            max_pass_rate=config.max_pass_rate,
+            pass_reward=config.pass_reward,
+            keep_when_insufficient=config.keep_when_insufficient,
+        )
+
+
+class Length(FilterDriver):
+    """Drops groups by the length of their responses."""
+
+    Config = LengthConfig
+
+    @classmethod
+    def build(cls, config: LengthConfig) -> GroupFilter:
+        from slime_filters.length import LengthFilter
+
+        return LengthFilter(
+            min_response_len=config.min_response_len,
+            max_response_len=config.max_response_len,
+            max_truncated_ratio=config.max_truncated_ratio,
+            keep_when_insufficient=config.keep_when_insufficient,
+        )
+
+
+class Priority(BufferFilterDriver):
+    """Takes from the buffer by a number in the prompts' metadata, highest first."""
+
+    Config = PriorityConfig
+
+    @classmethod
+    def build(cls, config: PriorityConfig) -> BufferFilter:
+        from slime_filters.priority import PriorityFilter
+
+        return PriorityFilter(key=config.key, default=config.default)
+
+
+class FreshFirst(BufferFilterDriver):
+    """Takes from the buffer what the newest policy wrote, so that training stays as on-policy as it can."""
+
+    @classmethod
+    def build(cls, config: DriverConfig) -> BufferFilter:
+        from slime_filters.fresh_first import FreshFirstFilter
+
+        return FreshFirstFilter()

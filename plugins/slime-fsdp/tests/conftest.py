@@ -1,0 +1,316 @@
+"""Tiny random models in temporary folders, samples of uneven lengths, micro-batches packed by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from slime_fsdp.plugin import Fsdp, FsdpConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from slime_core.config.train import OptimizerConfig
+from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
+from slime_core.types.microbatch import LossColumns, MicroBatch
+
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+transformers.logging.disable_progress_bar()
+VOCAB = 37
+SGD = {"optimizer": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
+
+
+def tiny(config_class, **options):
+    return config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **options,
+    )
+
+
+def build_models():
+    return {
+        "qwen3": lambda: Qwen3ForCausalLM(
+            tiny(Qwen3Config, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+        ),
+        "llama": lambda: LlamaForCausalLM(tiny(LlamaConfig, num_key_value_heads=4, tie_word_embeddings=False)),
+        "mistral": lambda: MistralForCausalLM(tiny(MistralConfig, num_key_value_heads=2, sliding_window=4)),
+        "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+            tiny(
+                Qwen3MoeConfig,
+                num_key_value_heads=2,
+                head_dim=8,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+            )
+        ),
+    }
+
+
+def make_folder(family: str, folder: Path) -> Path:
+    torch.manual_seed(7)
+    model = build_models()[family]()
+    with torch.no_grad():
+        # Far from the symmetric start, so that a wrong attention or norm shows.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: torch.Tensor
+    prompt: int
+    mask: torch.Tensor
+    advantage: float
+    weight: float
+    """Of each trained token in the step's loss."""
+
+    @property
+    def response(self) -> int:
+        return len(self.tokens) - self.prompt
+
+
+def make_samples(count: int = 7) -> list[Sample]:
+    """Uneven, with an empty response, a fully masked one and a prompt of one token."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [(7, 5), (3, 0), (4, 9), (1, 6), (5, 1), (11, 14), (2, 3)][:count]
+    samples = []
+    for i, (prompt, response) in enumerate(lengths):
+        mask = torch.rand(response, generator=generator) < 0.8
+        if i == 2:
+            mask[:] = False
+        samples.append(
+            Sample(
+                tokens=torch.randint(0, VOCAB, (prompt + response,), generator=generator),
+                prompt=prompt,
+                mask=mask,
+                advantage=float(torch.randn((), generator=generator)),
+                weight=1.0 / (count * max(int(mask.sum()), 1)),
+            )
+        )
+    return samples
+
+
+def pack(samples: list[Sample], temperature: float = 0.7) -> MicroBatch:
+    if not samples:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return MicroBatch(
+            tokens=torch.zeros(1, dtype=torch.int64),
+            position_ids=torch.zeros(1, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            max_seqlen=1,
+            logit_index=nothing,
+            targets=nothing,
+            segments=nothing,
+            num_samples=0,
+            mask=nothing.bool(),
+            columns=LossColumns(advantages=nothing.float(), loss_weight=nothing.float()),
+            temperature=temperature,
+        )
+    tokens, positions, offsets, index, segments = [], [], [0], [], []
+    for i, sample in enumerate(samples):
+        start = offsets[-1]
+        tokens += sample.tokens.tolist()
+        positions += range(len(sample.tokens))
+        offsets.append(start + len(sample.tokens))
+        index += range(start + sample.prompt - 1, start + len(sample.tokens) - 1)
+        segments += [i] * sample.response
+    mask = torch.cat([sample.mask for sample in samples])
+    spread = torch.tensor(segments, dtype=torch.int64)
+    weight = torch.tensor([sample.weight for sample in samples])[spread]
+    return MicroBatch(
+        tokens=torch.tensor(tokens),
+        position_ids=torch.tensor(positions),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+        max_seqlen=max(len(sample.tokens) for sample in samples),
+        logit_index=torch.tensor(index, dtype=torch.int64),
+        targets=torch.tensor([tokens[p + 1] for p in index], dtype=torch.int64),
+        segments=spread,
+        num_samples=len(samples),
+        mask=mask,
+        columns=LossColumns(
+            advantages=torch.tensor([sample.advantage for sample in samples])[spread],
+            loss_weight=torch.where(mask, weight, 0.0),
+        ),
+        temperature=temperature,
+    )
+
+
+@dataclass(frozen=True)
+class SequencePolicy:
+    """-(advantage x exp(mean log-prob of the sequence) + log-prob) - 0.1 entropy, so that it needs Segments."""
+
+    reads_values: bool = False
+    wants_entropy: bool = True
+    entropy_has_gradient: bool = True
+    poison: float = 0.0
+    calls: list[int] = field(default_factory=list)
+
+    def __call__(self, micro, *, segments, log_probs=None, entropy=None, values=None):
+        self.calls.append(len(micro.targets))
+        weight = micro.columns.loss_weight
+        if self.reads_values:
+            token_loss = 0.5 * (values - micro.columns.advantages) ** 2
+            entropy = values
+        else:
+            mask = micro.mask.float()
+            count = segments.seq_sum(mask).clamp(min=1)
+            likelihood = segments.expand((segments.seq_sum(log_probs * mask) / count).exp())
+            token_loss = -(micro.columns.advantages * likelihood + log_probs)
+            if self.entropy_has_gradient:
+                token_loss = token_loss - 0.1 * entropy
+        loss = (token_loss * weight).sum() + self.poison
+        return ObjectiveOutput(
+            loss=loss, sums={"loss": loss.detach(), "entropy": (entropy.detach() * weight).sum()}
+        )
+
+
+def start(folder: Path, options: dict | None = None, optimizer: dict | None = None, **setup):
+    """A backend after its setup."""
+    told = {
+        "role": "actor",
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "rendezvous": "",
+        "device": "cpu",
+        "model_path": folder,
+        "optimizer": OptimizerConfig(**({"lr": 0.01} if optimizer is None else optimizer)),
+        "total_steps": 20,
+        "seed": 5,
+    }
+    backend = Fsdp.build(FsdpConfig(**(options or {})))
+    backend.setup(TrainerSetup(**(told | setup)))
+    return backend
+
+
+def weights_of(backend) -> dict[str, torch.Tensor]:
+    """What it exports, as tensors."""
+    weights = {}
+    for bucket in backend.export_weights(0, 10_000):
+        if bucket is None:
+            continue
+        flat, offset = torch.from_numpy(bucket.data.copy()), 0
+        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+            kind = getattr(torch, dtype)
+            size = int(torch.tensor(shape).prod()) * kind.itemsize
+            weights[name] = flat[offset : offset + size].view(kind).view(shape)
+            offset += size
+        assert offset == len(flat)
+    return weights
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_folder(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def samples():
+    return make_samples()
+
+
+@pytest.fixture(name="pack")
+def pack_fixture():
+    return pack
+
+
+@pytest.fixture(name="start")
+def start_fixture():
+    return start
+
+
+@pytest.fixture(name="weights_of")
+def weights_of_fixture():
+    return weights_of
+
+
+@pytest.fixture
+def sequence_policy():
+    return SequencePolicy
+
+
+@pytest.fixture
+def sgd():
+    return SGD
+
+
+@pytest.fixture(scope="session")
+def one_step(folders):
+    """One plain step on one rank: report, weights before and after, scores before and after."""
+    backend = start(folders("qwen3"), None, SGD)
+    micro = pack(make_samples())
+    (score_before,) = backend.score([micro], entropy=True)
+    before = weights_of(backend)
+    report = backend.train_step([micro], SequencePolicy())
+    (score_after,) = backend.score([micro])
+    return report, before, weights_of(backend), score_before, score_after
+
+
+class Oracle:
+    """transformers alone, in float64, one padded batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager"
+        ).eval()
+
+    def __call__(self, samples, temperature: float = 0.7):
+        """Log-probs and entropies of each response, a list of (R,) each."""
+        longest = max(len(sample.tokens) for sample in samples)
+        ids = torch.stack([torch.nn.functional.pad(s.tokens, (0, longest - len(s.tokens))) for s in samples])
+        attend = torch.stack([(torch.arange(longest) < len(s.tokens)).long() for s in samples])
+        logits = self.model(input_ids=ids, attention_mask=attend, use_cache=False).logits / temperature
+        log_p = logits.log_softmax(-1)
+        log_probs, entropies = [], []
+        for row, sample in zip(log_p, samples, strict=True):
+            part = row[sample.prompt - 1 : len(sample.tokens) - 1]
+            log_probs.append(part[torch.arange(sample.response), sample.tokens[sample.prompt :]])
+            entropies.append(-(part.exp() * part).sum(-1))
+        return log_probs, entropies
+
+    def loss(self, samples, temperature: float = 0.7):
+        log_probs, entropies = self(samples, temperature)
+        loss = torch.zeros((), dtype=torch.float64)
+        for sample, log_prob, entropy in zip(samples, log_probs, entropies, strict=True):
+            if sample.mask.any():
+                likelihood = log_prob[sample.mask].mean().exp()
+                token = -(sample.advantage * likelihood + log_prob) - 0.1 * entropy
+                loss = loss + sample.weight * token[sample.mask].sum()
+        return loss
+
+    def gradients(self, samples):
+        """Of each weight that safetensors files hold."""
+        self.model.zero_grad()
+        self.loss(samples).backward()
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+@pytest.fixture
+def oracle(folders):
+    return lambda family: Oracle(folders(family))

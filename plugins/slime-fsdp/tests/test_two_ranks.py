@@ -1,0 +1,125 @@
+"""Two processes over gloo against one: data parallel, context parallel, resume, weights, errors."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def ranks(folders, tmp_path_factory):
+    """What each of two ranks saved, under (name, rank)."""
+    out = tmp_path_factory.mktemp("ranks")
+    broken = shutil.copytree(folders("qwen3"), out / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    script = Path(__file__).with_name("two_ranks.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [str(folders("qwen3")), str(out), str(folders("mistral"))]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)[-6000:]
+
+    def saved(name):
+        return [torch.load(out / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
+
+    saved.folder = out
+    return saved
+
+
+def assert_same_step(found, one_step):
+    _, start, wanted, *_ = one_step
+    scale = max(float((wanted[name] - start[name]).norm()) for name in wanted)
+    assert scale > 1e-2
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert float((found[name] - wanted[name]).norm()) < 1e-5 * scale, name
+
+
+def totals(saved):
+    return {name: sum(part["sums"][name] for part in saved) for name in saved[0]["sums"]}
+
+
+@pytest.mark.parametrize("name", ["dp", "sync", "cp"])
+def test_a_step_on_two_ranks_is_the_step_on_one(name, ranks, one_step):
+    saved = ranks(name)
+    assert_same_step(saved[0]["weights"], one_step)
+    assert totals(saved) == pytest.approx(one_step[0].sums, rel=1e-5)
+    assert saved[0]["grad_norm"] == saved[1]["grad_norm"] == pytest.approx(one_step[0].grad_norm, rel=1e-5)
+
+
+def test_scores_follow_the_step_and_the_copy_does_not(ranks, one_step):
+    for part in ranks("dp"):
+        np.testing.assert_allclose(part["before"], one_step[3].log_probs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(part["after"], one_step[4].log_probs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(part["frozen"], part["before"], rtol=1e-6, atol=1e-6)
+        assert np.abs(part["after"] - part["before"]).max() > 1e-2
+
+
+def test_one_ranks_nan_makes_both_skip(ranks):
+    for after, skipped in zip(ranks("dp"), ranks("skip"), strict=True):
+        assert skipped["skipped"]
+        np.testing.assert_array_equal(skipped["refreshed"], after["after"])
+        for name, weight in after["weights"].items():
+            assert torch.equal(weight, skipped["weights"][name])
+
+
+def test_save_hf_on_two_ranks_is_what_is_exported(ranks):
+    weights = ranks("skip")[0]["weights"]
+    saved = load_file(ranks.folder / "hf" / "model.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+
+
+def test_context_parallel_ranks_hold_each_token_once(ranks, one_step):
+    parts = ranks("cp")
+    rows = np.concatenate([part["rows"] for part in parts])
+    assert sorted(rows) == list(range(len(one_step[3].log_probs)))
+    assert all(0 < len(part["rows"]) < len(rows) for part in parts)
+    for name in ("log_probs", "entropy"):
+        joined = np.empty(len(rows), np.float32)
+        joined[rows] = np.concatenate([part[name] for part in parts])
+        np.testing.assert_allclose(joined, getattr(one_step[3], name), rtol=1e-5, atol=1e-5)
+
+
+def test_context_parallel_with_a_sliding_window(ranks, folders, start, pack, samples):
+    (wanted,) = start(folders("mistral")).score([pack(samples)])
+    for part in ranks("window"):
+        np.testing.assert_allclose(part["log_probs"], wanted.log_probs[part["rows"]], rtol=1e-5, atol=1e-5)
+
+
+def test_resume_on_two_ranks_is_exact(ranks):
+    straight, middle, resumed = (ranks(name)[0]["weights"] for name in ("straight", "middle", "resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert not all(torch.equal(straight[name], middle[name]) for name in straight)
+
+
+def test_one_rank_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
+    middle, straight = ranks("middle")[0]["weights"], ranks("straight")[0]["weights"]
+    backend = start(folders("qwen3"))
+    backend.load(ranks.folder / "checkpoint")
+    assert all(torch.equal(weight, middle[name]) for name, weight in weights_of(backend).items())
+    for _ in range(2):
+        backend.train_step([pack(samples)], sequence_policy())
+    for name, weight in weights_of(backend).items():
+        torch.testing.assert_close(weight, straight[name], rtol=2e-3, atol=2e-4)
+
+
+def test_a_broken_folder_is_reported_by_every_rank(ranks):
+    for rank in range(2):
+        assert str(ranks.folder / "broken") in (ranks.folder / f"broken.{rank}.txt").read_text()

@@ -1,0 +1,1 @@
+"""Trackers: where the metrics of a run are written."""

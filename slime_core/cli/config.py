@@ -1,0 +1,41 @@
+"""`slime config`: the schema of a run file, and what a key does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Describe the keys of a run file.", no_args_is_help=True)
+
+Backend = Annotated[str | None, typer.Option("--backend", help="Take in this backend's options.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="Take in this engine's options.")]
+Algo = Annotated[str | None, typer.Option("--algo", help="Take in the options of this algorithm's parts.")]
+Reward = Annotated[str | None, typer.Option("--reward", help="Take in this reward's options.")]
+
+
+@app.command()
+def schema(backend: Backend = None, engine: Engine = None, algo: Algo = None, reward: Reward = None) -> None:
+    """Print the JSON schema of a run file, with the options of the plugins that are named."""
+    import json
+
+    from slime_core.config.schema import run_schema
+
+    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
+    typer.echo(json.dumps(run_schema({k: v for k, v in chosen.items() if v is not None}), indent=2))
+
+
+@app.command()
+def explain(
+    key: Annotated[str | None, typer.Argument(help="A key or flag, such as train.lr, lr or --lr.")] = None,
+    backend: Backend = None,
+    engine: Engine = None,
+    algo: Algo = None,
+    reward: Reward = None,
+) -> None:
+    """Say what a key does, its type, its default and who owns it; without a key, list all of them."""
+    from slime_core.config.explain import explain_key, list_keys
+
+    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
+    named = {k: v for k, v in chosen.items() if v is not None}
+    typer.echo(list_keys(named) if key is None else explain_key(key, named))

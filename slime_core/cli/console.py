@@ -1,0 +1,119 @@
+"""Console: what a person sees of a run: a progress bar, evaluations, a few completions, the table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from slime_core.config.bound import BoundRun
+from slime_core.hookspecs import CheckpointSaved, EvalDone, RolloutEnd, RunEnd, RunStart, StepTrained, hookimpl
+from slime_core.run_folder import RunFolder
+from slime_core.types.sample import SampleGroup
+
+NUM_SHOWN = 3
+
+
+class Console:
+    """An observer of the run. On a terminal it draws a bar; elsewhere it prints a line now and then."""
+
+    def __init__(self, run: BoundRun, *, quiet: bool) -> None:
+        self._run = run
+        self._rich = RichConsole(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self._rich,
+            disable=quiet or not self._rich.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._line_interval = 1
+
+    @hookimpl
+    def run_start(self, event: RunStart) -> None:
+        run, algo = self._run, self._run.algo
+        again = f" (attempt {event.run.attempt}, from step {event.rollout_id})" if event.run.attempt > 1 else ""
+        self._rich.print(f"[bold]{escape(event.run.name)}[/] in {escape(str(event.run.run_dir))}{again}")
+        self._rich.print(
+            f"{algo.name}: advantage {algo.advantage.name}, loss {algo.loss.name}, aggregation {algo.keys.aggregation}"
+            f" | backend {run.backend.name} x {run.num_ranks}, engine {run.engine.name} x {run.config.launcher.num_engines},"
+            f" launcher {run.config.launcher.name}"
+        )
+        total = run.config.train.num_rollout
+        self._line_interval = max(1, (total or 100) // 20)
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total, completed=event.rollout_id, status="")
+
+    @hookimpl
+    def step_trained(self, event: StepTrained) -> None:
+        rollout, perf = event.report.rollout, event.report.perf
+        status = f"reward {rollout['rollout/raw_reward']:.3f}  {perf['perf/actor_train_tok_per_s']:,.0f} tok/s trained"
+        if self._task is not None:
+            self._progress.update(self._task, completed=event.rollout_id + 1, status=status)
+        if not self._rich.is_terminal and event.rollout_id % self._line_interval == 0:
+            self._rich.print(f"step {event.rollout_id:4d}  {status}")
+
+    @hookimpl
+    def rollout_end(self, event: RolloutEnd) -> None:
+        interval = self._run.config.debug.print_completions_interval
+        if interval is not None and event.rollout_id % interval == 0:
+            self._print_completions(f"step {event.rollout_id}", event.groups)
+
+    @hookimpl
+    def eval_done(self, event: EvalDone) -> None:
+        named = {settings.name for settings in self._run.evals}
+        scores = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.3f}"
+            for name, value in event.report.metrics.items()
+            if name.removeprefix("eval/") in named or "-pass@" in name
+        )
+        self._rich.print(f"[bold]eval[/] after {event.report.rollout_id + 1} steps: {scores}")
+
+    @hookimpl
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        if not self._rich.is_terminal:
+            return
+        self._progress.console.print(f"checkpoint after {event.rollout_id} steps ({event.seconds:.1f} s)", style="dim")
+
+    @hookimpl
+    def run_end(self, event: RunEnd) -> None:
+        self._progress.stop()
+
+    def sum_up(self, summary: Mapping[str, Any], folder: RunFolder) -> None:
+        """The table at the end."""
+        before, after = summary["eval"]["before"], summary["eval"]["after"]
+        if after:
+            table = Table(
+                "evaluation", "before", "after", title=f"{summary['steps']} steps, {summary['seconds']:.0f} s"
+            )
+            for name, value in after.items():
+                table.add_row(name, f"{before[name]:.3f}" if name in before else "", f"{value:.3f}")
+            self._rich.print(table)
+        written = [folder.summary, folder.hf, *sorted(folder.path.glob("*.png"))]
+        self._rich.print("written: " + ", ".join(escape(str(path)) for path in written if path.exists()))
+
+    def _print_completions(self, title: str, groups: Sequence[SampleGroup]) -> None:
+        self._rich.print(f"completions at {title}:")
+        for group in groups[:NUM_SHOWN]:
+            sample = group.samples[0]
+            reward = "-" if sample.reward is None else f"{sample.reward:g}"
+            self._rich.print(
+                f"  [dim]{escape(repr(group.prompt.text[-60:]))}[/] {escape(repr(sample.response[:80]))} {reward}"
+            )

@@ -1,0 +1,91 @@
+"""The flags of the plugins that a run file chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from slime_core import groups
+from slime_core.config.algo import AlgoConfig
+from slime_core.config.flags import Flag, option_flags
+from slime_core.contracts.algorithm import Recipe
+from slime_core.errors import PluginError
+from slime_core.registry import Registry
+
+TABLES: Final = {
+    "backend": (groups.BACKENDS, ""),
+    "engine": (groups.ENGINES, "{name}-"),
+    "reward": (groups.REWARDS, "reward."),
+    "generate": (groups.GENERATORS, "generate."),
+}
+"""Tables that are a plugin's name and options: the group, and how flags of its options begin."""
+
+
+def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool = False) -> list[Flag]:
+    """Plugins that cannot be resolved are left for the binding to report, unless `strict`."""
+    finder = Finder(registry, strict)
+    flags = list(option_flags(AlgoConfig, ("algo",), "slime")) + algo_flags(tables, finder)
+    for table, (group, prefix) in TABLES.items():
+        name = name_of(tables.get(table))
+        flags += finder.options(group, name, (table,), prefix=prefix.format(name=name.rpartition("/")[2]))
+    flags += finder.options(groups.SOURCES, as_table(tables.get("data")).get("source", "files"), ("data",))
+    engine = finder.find(groups.ENGINES, name_of(tables.get("engine")), "engine")
+    preferred = engine.transports[:1] if engine is not None else ()
+    transport = as_table(tables.get("sync")).get("transport") or "".join(preferred)
+    flags += finder.options(groups.TRANSPORTS, transport, ("sync",))
+    collector = name_of(as_table(tables.get("rollout")).get("collector"))
+    return flags + finder.options(groups.COLLECTORS, collector, ("rollout", "collector"), prefix="collector.")
+
+
+def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
+    """The options of a recipe's parts, as the run file leaves them; all sit flat in the algo table."""
+    algo = as_table(tables.get("algo"))
+    recipe = finder.find(groups.ALGORITHMS, name_of(algo), "algo")
+    if not isinstance(recipe, Recipe):
+        return []
+    parts: list[tuple[str, Any]] = [
+        (groups.ADVANTAGES, algo.get("advantage", recipe.advantage)),
+        (groups.LOSSES, algo.get("loss", recipe.loss)),
+        *((groups.ADVANTAGES, item) for item in algo.get("shaping", recipe.shaping)),
+        *((groups.CORRECTIONS, item) for item in algo.get("corrections", recipe.corrections)),
+    ]
+    return [flag for group, item in parts for flag in finder.options(group, name_of(item), ("algo",))]
+
+
+class Finder:
+    """Resolves names, or not."""
+
+    def __init__(self, registry: Registry, strict: bool) -> None:
+        self._registry = registry
+        self._strict = strict
+
+    def find(self, group: str, name: str, where: str) -> Any:
+        """What the name stands for; None if it is empty or, unless strict, cannot be resolved."""
+        if not name:
+            return None
+        try:
+            return self._registry.resolve(group, name, where=where).loaded
+        except PluginError:
+            if self._strict:
+                raise
+            return None
+
+    def options(self, group: str, name: str, path: tuple[str, ...], *, prefix: str = "") -> list[Flag]:
+        """The flags of the driver of this name, if there is one."""
+        driver = self.find(group, name, ".".join(path))
+        if driver is None:
+            return []
+        entry = self._registry.find(group, name, where=group)
+        return list(option_flags(driver.Config, path, f"{entry.name} ({entry.provenance})", prefix=prefix))
+
+
+def name_of(value: Any) -> str:
+    """The name in a plugin table; empty if there is none."""
+    name = as_table(value).get("name", "")
+    return name if isinstance(name, str) else ""
+
+
+def as_table(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        return {"name": value}
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,55 @@
+"""What a key does, its type, its default, and who owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime_core.config.chosen import chosen_flags
+from slime_core.config.flags import Flag, kernel_flags
+from slime_core.errors import ConfigError, near_matches
+from slime_core.registry import Registry
+from slime_core.registry.options import default_text, type_text
+
+
+def explain_key(key: str, chosen: Mapping[str, str]) -> str:
+    """`key` as a dotted path, a bare name, or a flag. With nothing chosen, all installed plugins are searched."""
+    name = key.removeprefix("--")
+    flags = all_flags(chosen)
+    spelled = name.replace("-", "_")
+    found = [flag for flag in flags if name in (flag.name, ".".join(flag.path)) or spelled == ".".join(flag.path)]
+    found = found or [flag for flag in flags if spelled == flag.path[-1]]
+    if not found:
+        known = sorted({".".join(flag.path) for flag in flags} | {flag.name for flag in flags})
+        close = near_matches(name, known)
+        matched = f"; close match: {', '.join(close)}" if close else ""
+        raise ConfigError(f"{key}: unknown key{matched}. `slime config explain` lists every key.")
+    return "\n\n".join(described(flag) for flag in found)
+
+
+def described(flag: Flag) -> str:
+    doc = " ".join((flag.field.description or "no description").split())
+    return (
+        f"{'.'.join(flag.path)}\n  flag     --{flag.name}\n  type     {type_text(flag.field)}\n"
+        f"  default  {default_text(flag.field)}\n  owner    {flag.owner}\n  {doc}"
+    )
+
+
+def list_keys(chosen: Mapping[str, str]) -> str:
+    flags = sorted(all_flags(chosen), key=lambda flag: (flag.path, flag.owner))
+    width = max(len(".".join(flag.path)) for flag in flags)
+    return "\n".join(
+        f"{'.'.join(flag.path):{width}}  {' '.join((flag.field.description or '').split())}" for flag in flags
+    )
+
+
+def all_flags(chosen: Mapping[str, str]) -> list[Flag]:
+    """The kernel's flags, and those of the chosen plugins (of every installed one, if none is chosen)."""
+    registry = Registry.from_environment()
+    flags = kernel_flags()
+    if chosen:
+        return flags + chosen_flags(chosen, registry, strict=True)
+    for table in ("backend", "engine", "algo", "reward"):
+        for entry in registry.entries(f"slime.{table}s" if table != "algo" else "slime.algorithms"):
+            more = chosen_flags({table: entry.qualified}, registry, strict=True)
+            flags += [flag for flag in more if flag not in flags]
+    return flags

@@ -1,0 +1,150 @@
+"""The check: one finding per entry, with every breach of its contract."""
+
+import pytest
+
+from slime_core import groups
+from slime_core.registry import Registry
+
+HEAD = """
+from pydantic import ConfigDict, Field
+from slime_core.contracts.algorithm import Recipe
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.loss import LossDriver
+
+class Good(LossDriver):
+    '''Good.'''
+    @classmethod
+    def build(cls, config): ...
+"""
+
+
+def check(site, entry_points, source, **options):
+    site.add("acme-slime", entry_points, {"acme_check": HEAD + source}, **options)
+    findings = Registry(allow=["acme-slime"]).check()
+    return {(f.entry.group, f.entry.name): f.problems for f in findings if f.entry.dist == "acme-slime"}
+
+
+def loss_problems(site, source):
+    (problems,) = check(site, {groups.LOSSES: {"mine": "acme_check:Mine"}}, source).values()
+    return problems
+
+
+def with_config(body):
+    indented = body.replace("\n", "\n    ")
+    return f"class MineConfig(DriverConfig):\n    {indented}\nclass Mine(Good):\n    Config = MineConfig\n"
+
+
+def test_a_good_plugin_has_no_problems(site):
+    source = with_config("eps: float = Field(0.2, gt=0)\n'''Width.'''\nnames: tuple[str, ...] = ('a',)\n'''Names.'''")
+    source += """
+MINE = Recipe(summary="Mine.", paper="None.", advantage="flat", loss="mine")
+def flat(inputs): ...
+"""
+    found = check(
+        site,
+        {
+            groups.LOSSES: {"mine": "acme_check:Mine"},
+            groups.ADVANTAGES: {"flat": "acme_check:flat"},
+            groups.ALGORITHMS: {"mine": "acme_check:MINE"},
+            groups.HOOKS: {"watch": "acme_check:Watch"},
+        },
+        source
+        + "from slime_core.hookspecs import hookimpl\nclass Watch:\n    @hookimpl\n    def run_end(self, event): ...\n",
+    )
+    assert found == dict.fromkeys(found, ())
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("eps: float = 0.2", "MineConfig has no docstring under eps"),
+        ("model_config = ConfigDict(extra='allow')", "does not forbid unknown options"),
+        ("model_config = ConfigDict(frozen=False)", "is not frozen"),
+        ("eps: float = 'wide'\n'''Width.'''", "the defaults of MineConfig do not survive JSON"),
+        ("eps: object = object()\n'''Width.'''", "the defaults of MineConfig do not survive JSON"),
+        ("eps: object = (1, 2)\n'''Width.'''", "the defaults of MineConfig come back from JSON as"),
+    ],
+)
+def test_config_contract(site, config, said):
+    (problem,) = loss_problems(site, with_config(config))
+    assert said in problem
+
+
+def test_config_must_be_a_driver_config(site):
+    (problem,) = loss_problems(site, "class Mine(Good):\n    class Config: ...\n")
+    assert "Mine.Config is not a subclass of slime_core.contracts.driver.DriverConfig" in problem
+
+
+def test_import_failures_and_kinds_are_findings_not_crashes(site):
+    found = check(
+        site,
+        {
+            groups.LOSSES: {"gone": "acme_check:Nothing", "exits": "acme_exit:X"},
+            groups.KL: {"loss": "acme_check:Good"},
+            groups.REWARDS: {"Big": "acme_check:Good"},
+            "slime.reward": {"x": "acme_check:Good"},
+            groups.HOOKS: {"silent": "acme_check"},
+        },
+        "",
+    )
+    assert "cannot be imported: AttributeError" in found[groups.LOSSES, "gone"][0]
+    assert "its own module acme_exit is missing" in found[groups.LOSSES, "exits"][0]
+    assert "is a LossDriver class; slime.kl takes a KlDriver class" in found[groups.KL, "loss"][0]
+    assert '"Big" is not a name that users can type' in found[groups.REWARDS, "Big"][0]
+    assert found["slime.reward", "x"] == ("nothing reads the group slime.reward; close match: slime.rewards",)
+    assert "no function is marked" in found[groups.HOOKS, "silent"][0]
+
+
+def test_heavy_imports_are_found_in_a_fresh_interpreter(site):
+    """torch is in this process already, so only another interpreter can tell."""
+    site.add(
+        "acme-slime", {groups.LOSSES: {"mine": "acme_heavy:Good"}}, {"acme_heavy": "import ray_like, torch\n" + HEAD}
+    )
+    (site.folder / "ray_like.py").write_text("")
+    (site.folder / "torch.py").write_text("")
+    (finding,) = [f for f in Registry(allow=["acme-slime"]).check() if f.entry.dist == "acme-slime"]
+    assert finding.problems == ("importing acme_heavy imports torch: move that into build()",)
+
+
+def test_a_module_that_exits_at_import_is_one_finding(site):
+    site.add("acme-slime", {groups.LOSSES: {"mine": "acme_dies:X"}}, {"acme_dies": "import os\nraise SystemExit(0)"})
+    (finding,) = [f for f in Registry(allow=["acme-slime"]).check() if f.entry.dist == "acme-slime"]
+    assert "SystemExit: 0" in finding.problems[0]
+
+
+def test_a_recipe_must_name_parts_that_exist(site):
+    source = 'MINE = Recipe(summary="Mine.", paper="", advantage="not_there", loss="clips")\n'
+    found = check(
+        site,
+        {groups.ALGORITHMS: {"mine": "acme_check:MINE"}, groups.LOSSES: {"clipped": "acme_check:Good"}},
+        source,
+    )
+    paper, advantage, loss = found[groups.ALGORITHMS, "mine"]
+    assert paper == "the recipe's paper is empty"
+    assert advantage.startswith('advantage = "not_there": unknown advantage')
+    assert loss.startswith('loss = "clips": unknown loss; close match: clipped')
+
+
+@pytest.mark.parametrize(
+    ("requires", "said"),
+    [
+        (None, "acme-slime does not depend on slime-core: add a range"),
+        ("slime-core>=7", "acme-slime asks for slime-core>=7, but slime-core"),
+    ],
+)
+def test_the_required_slime_core_is_checked(site, requires, said):
+    found = check(site, {groups.LOSSES: {"mine": "acme_check:Good"}}, "", requires=requires)
+    (problem,) = found[groups.LOSSES, "mine"]
+    assert said in problem
+
+
+def test_plugin_files_are_checked_too_but_may_import_anything(site, tmp_path):
+    path = tmp_path / "quick.py"
+    path.write_text(
+        "import torch\nfrom slime_core.plugin import kl, reward\n@kl('a')\ndef a(x, y): return x - y\n"
+        "@reward('b')\ndef b(one, two): return 0.0\n"
+    )
+    found = {f.entry.name: f.problems for f in Registry([path], allow=[]).check() if f.entry.dist == "quick.py"}
+    assert found["a"] == ()
+    assert "the function b(one, two) has other parameters" in found["b"][0]

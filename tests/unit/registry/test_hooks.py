@@ -1,0 +1,245 @@
+"""Observers: loaded with provenance, checked for what pluggy lets pass, and stopped at by name when they fail."""
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_type_hints
+
+import pytest
+
+from slime_core import groups, hookspecs
+from slime_core.errors import PluginError
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import HOOK_NAMES, HookSpecs, Run, RunEnd, RunStart, hookimpl
+from slime_core.registry import Registry
+
+RUN = Run(name="r", run_dir=Path("/runs/r"), config={"seed": 1})
+START = RunStart(run=RUN, rollout_id=0, version=0)
+END = RunEnd(run=RUN, rollout_id=3, version=3)
+
+OBSERVER = """
+from slime_core.hookspecs import hookimpl
+seen = []
+
+@hookimpl
+def run_start(event):
+    seen.append(event)
+"""
+
+
+class Recorder:
+    def __init__(self, log, name, fails=False):
+        self.log, self.name, self.fails = log, name, fails
+
+    @hookimpl
+    def run_start(self, event):
+        self.log.append((self.name, "run_start"))
+        if self.fails:
+            raise KeyError(self.name)
+
+    @hookimpl
+    def run_end(self, event):
+        self.log.append((self.name, "run_end"))
+        if self.fails:
+            raise ValueError(self.name)
+
+
+def test_every_hook_has_a_spec_an_event_and_a_method_of_the_facade():
+    assert len(HOOK_NAMES) == 14
+    for name in HOOK_NAMES:
+        spec, method = inspect.signature(getattr(HookSpecs, name)), inspect.signature(getattr(Hooks, name))
+        assert list(spec.parameters) == ["self", "event"]
+        assert str(spec) == str(method)
+        event = getattr(hookspecs, spec.parameters["event"].annotation)
+        assert event.__name__ == "".join(word.capitalize() for word in name.split("_"))
+        assert event.__dataclass_params__.frozen
+
+
+def test_events_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        START.version = 7
+    assert get_type_hints(Run)["run_dir"] is Path
+
+
+def test_installed_modules_are_registered_under_dist_and_name(site):
+    site.add("acme-slime", {groups.HOOKS: {"watch": "acme_watch"}}, {"acme_watch": OBSERVER})
+    lines = []
+    hooks = Hooks.load(Registry(allow=["acme-slime"]), trace=lines.append)
+    assert hooks.names == ["acme-slime/watch"]
+    hooks.run_start(START)
+    hooks.run_end(END)
+    assert sys.modules["acme_watch"].seen == [START]
+    assert [line.rsplit(" ", 2)[0] for line in lines] == ["hook run_start acme-slime/watch"]
+
+
+def test_trace_only_if_the_variable_is_set(site):
+    site.add("acme-slime", {groups.HOOKS: {"watch": "acme_watch"}}, {"acme_watch": OBSERVER})
+    registry = Registry(allow=["acme-slime"])
+    for value, count in [("", 0), ("0", 0), ("1", 1)]:
+        lines = []
+        hooks = Hooks.from_environment(registry, trace=lines.append, environ={"SLIME_HOOK_TRACE": value})
+        hooks.run_start(START)
+        assert len(lines) == count
+
+
+def test_two_distributions_may_call_their_observers_alike(site):
+    """pluggy's own loader would skip the second without a word."""
+    site.add("one-slime", {groups.HOOKS: {"watch": "watch_one"}}, {"watch_one": OBSERVER})
+    site.add("two-slime", {groups.HOOKS: {"watch": "watch_two"}}, {"watch_two": OBSERVER})
+    hooks = Hooks.load(Registry(allow=["one-slime", "two-slime"]))
+    hooks.run_start(START)
+    assert hooks.names == ["one-slime/watch", "two-slime/watch"]
+    assert sys.modules["watch_one"].seen == sys.modules["watch_two"].seen == [START]
+
+
+def test_one_distribution_with_one_name_twice(site):
+    info = site.add("one-slime", {groups.HOOKS: {"watch": "watch_one"}}, {"watch_one": OBSERVER})
+    with (info / "entry_points.txt").open("a") as file:
+        file.write(f"[{groups.HOOKS}]\nwatch = watch_other\n")
+    with pytest.raises(PluginError, match=r"hooks: one-slime 0\.1\.0 registers watch twice"):
+        Hooks.load(Registry(allow=["one-slime"]))
+
+
+def test_one_module_under_two_names(site):
+    site.add("one-slime", {groups.HOOKS: {"a": "watch_one", "b": "watch_one"}}, {"watch_one": OBSERVER})
+    with pytest.raises(PluginError, match=r"one-slime/b: is the same object as one-slime/a"):
+        Hooks.load(Registry(allow=["one-slime"]))
+
+
+def test_all_broken_modules_are_named_at_once(site):
+    site.add("one-slime", {groups.HOOKS: {"a": "watch_bad"}}, {"watch_bad": "import not_there_at_all"})
+    site.add("two-slime", {groups.HOOKS: {"b": "watch_gone"}}, version="2.0")
+    with pytest.raises(PluginError) as caught:
+        Hooks.load(Registry(allow=["one-slime", "two-slime"]))
+    first, second = str(caught.value).splitlines()
+    assert "a of one-slime 0.1.0 (watch_bad) cannot be imported: the module not_there_at_all is missing" in first
+    assert first.endswith("or switch it off with SLIME_PLUGINS_DENY=one-slime.")
+    assert "its own module watch_gone is missing" in second
+
+
+def test_a_denied_observer_is_not_even_imported(site):
+    site.add("one-slime", {groups.HOOKS: {"a": "watch_bad"}}, {"watch_bad": "import not_there_at_all"})
+    assert Hooks.load(Registry(deny=["one-slime"], allow=["one-slime"])).names == []
+
+
+class Misspelt:
+    @hookimpl
+    def step_traned(self, event): ...
+
+
+class OptionalHook:
+    @hookimpl(optionalhook=True)
+    def hook_of_a_later_version(self, event): ...
+
+
+class OtherArgument:
+    @hookimpl
+    def step_trained(self, step): ...
+
+
+class Default:
+    @hookimpl
+    def step_trained(self, event=None): ...
+
+
+class Async:
+    @hookimpl
+    async def step_trained(self, event): ...
+
+
+class Generates:
+    @hookimpl
+    def step_trained(self, event):
+        yield
+
+
+class Wraps:
+    @hookimpl(wrapper=True)
+    def step_trained(self, event):
+        return (yield)
+
+
+class Unmarked:
+    def step_trained(self, event): ...
+
+
+class NeedsArguments:
+    def __init__(self, path): ...
+
+
+@pytest.mark.parametrize(
+    ("observer", "said"),
+    [
+        (Misspelt, "hook module acme/x: unknown hook step_traned; close match: step_trained"),
+        (OtherArgument, "Hooks take one parameter, event"),
+        (Default, "step_trained has a default for event, which is then never filled"),
+        (Async, "step_trained is async or a generator"),
+        (Generates, "step_trained is async or a generator"),
+        (Wraps, "step_trained is a wrapper"),
+        (Unmarked, "no function is marked with slime_core.hookspecs.hookimpl"),
+        (NeedsArguments, "the class cannot be made without arguments"),
+    ],
+)
+def test_what_would_never_be_called_is_refused(observer, said):
+    with pytest.raises(PluginError, match="hook module acme/x: ") as caught:
+        Hooks({"acme/x": observer})
+    assert said in str(caught.value)
+
+
+def test_an_optional_hook_may_be_unknown():
+    assert Hooks({"acme/x": OptionalHook}).names == ["acme/x"]
+
+
+def test_an_observers_failure_stops_the_run_and_names_it():
+    log = []
+    hooks = Hooks({"a/good": Recorder(log, "good"), "b/bad": Recorder(log, "bad", fails=True)})
+    with pytest.raises(PluginError, match=r"hook run_start: the observer b/bad failed: KeyError: 'bad'") as caught:
+        hooks.run_start(START)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "SLIME_PLUGINS_DENY=b" in str(caught.value)
+
+
+def test_at_run_end_all_are_told_and_all_failures_are_raised_together():
+    log = []
+    hooks = Hooks({name: Recorder(log, name, fails=name != "b/2") for name in ("a/1", "b/2", "c/3")})
+    with pytest.raises(PluginError) as caught:
+        hooks.run_end(END)
+    assert sorted(log) == [("a/1", "run_end"), ("b/2", "run_end"), ("c/3", "run_end")]
+    assert "observer a/1 failed: ValueError" in str(caught.value)
+    assert "observer c/3 failed: ValueError" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert len(caught.value.__cause__.exceptions) == 2
+
+
+def test_a_single_failure_at_run_end_keeps_its_cause():
+    hooks = Hooks({"a/1": Recorder([], "a/1", fails=True), "b/2": Recorder([], "b/2")})
+    with pytest.raises(PluginError) as caught:
+        hooks.run_end(END)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_interrupts_are_not_swallowed():
+    def interrupt(event):
+        raise KeyboardInterrupt
+
+    observer = SimpleNamespace(run_start=hookimpl(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Hooks({"a/1": observer}).run_start(START)
+
+
+def test_an_observer_may_leave_the_event_out():
+    log = []
+
+    class Counts:
+        @hookimpl
+        def run_start(self):
+            log.append(1)
+
+    Hooks({"a/1": Counts}).run_start(START)
+    assert log == [1]
+
+
+def test_no_observers_is_fine():
+    Hooks().run_start(START)

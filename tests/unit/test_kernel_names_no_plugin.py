@@ -1,0 +1,63 @@
+"""The kernel knows no plugin, algorithm or backend by name: whoever needs one of them names it in the config."""
+
+import re
+from pathlib import Path
+
+import slime_core
+from slime_core.install_hints import DISTRIBUTION_OF
+
+KERNEL = Path(slime_core.__file__).parent
+EXEMPT = ("install_hints.py", "testing/")
+
+# Names that are also plain words, or part of a contract's own vocabulary.
+PLAIN_WORDS = {
+    "clip",
+    "delta",
+    "direct",
+    "disk",
+    "distributed",
+    "group_baseline",
+    "length",
+    "local",
+    "math",
+    "mis",
+    "priority",
+    "random",
+    "record",
+    "remote",
+    "sft",
+    "tis",
+    "value",
+}
+# What plugins wrap, and what users call them.
+WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}
+
+
+def forbidden():
+    names = {name for dists in DISTRIBUTION_OF.values() for names in dists.values() for name in names}
+    dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists}
+    return (names - PLAIN_WORDS) | dists | {dist.replace("-", "_") for dist in dists} | WRAPPED
+
+
+def named_in(text, names):
+    pattern = re.compile(
+        rf"(?<![\w-])({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})(?![\w-])", re.I
+    )
+    return [match.group(0) for match in pattern.finditer(text)]
+
+
+def test_the_kernel_names_no_plugin():
+    found = []
+    for path in sorted(KERNEL.rglob("*.py")):
+        where = path.relative_to(KERNEL).as_posix()
+        if not where.startswith(EXEMPT):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                found += [f"slime_core/{where}:{number}: {name}" for name in named_in(line, forbidden())]
+    assert not found, "\n".join(found)
+
+
+def test_the_search_would_notice():
+    names = forbidden()
+    assert {"gspo", "fsdp", "megatron", "sglang", "slime-grpo", "slime_grpo"} <= names
+    assert named_in('if algo.name == "gspo" or backend is FSDP:', names) == ["gspo", "FSDP"]
+    assert not named_in("fsdp_like regspo k30", names)
