@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from slime_core.hookspecs import (
     SampleFailed,
     StepTrained,
 )
-from slime_core.registry.registry import DENY_VARIABLE, TRACE_VARIABLE
+from slime_core.registry.registry import DENY_VARIABLE
 
 if TYPE_CHECKING:
     from slime_core.registry.registry import Registry
@@ -57,8 +56,9 @@ class Hooks:
         self._listeners = {hook: self._observers(hook) for hook in HOOK_NAMES}
 
     @classmethod
-    def load(cls, registry: Registry, *, own: Mapping[str, object] | None = None, trace: Trace | None = None) -> Hooks:
-        """Imports and registers every entry of the group `slime`, each under `dist/name`, after the caller's `own`."""
+    def load(cls, registry: Registry, *, own: Mapping[str, object] | None = None) -> Hooks:
+        """Imports and registers every entry of the group `slime`, each under `dist/name`, after the caller's `own`.
+        What the registry traces is traced here too."""
         plugins: dict[str, object] = dict(own or {})
         problems = []
         for entry in registry.entries(groups.HOOKS):
@@ -71,20 +71,7 @@ class Hooks:
                 problems.append(f"{error}, or {_way_out(entry.dist)}.")
         if problems:
             raise PluginError("\n".join(problems))
-        return cls(plugins, trace=trace)
-
-    @classmethod
-    def from_environment(
-        cls,
-        registry: Registry,
-        *,
-        trace: Trace,
-        own: Mapping[str, object] | None = None,
-        environ: Mapping[str, str] = os.environ,
-    ) -> Hooks:
-        """As `load`; `trace` is used only if SLIME_HOOK_TRACE is set."""
-        asked = environ.get(TRACE_VARIABLE, "") not in ("", "0")
-        return cls.load(registry, own=own, trace=trace if asked else None)
+        return cls(plugins, trace=registry.trace)
 
     @property
     def names(self) -> list[str]:

@@ -105,14 +105,10 @@ class CheckpointConfig(Table):
 
 
 class DebugConfig(Table):
-    """Parts of a run."""
+    """Looking into a run."""
 
-    debug_rollout_only: bool = False
-    """Generate and score, train nothing."""
     print_completions_interval: int | None = Field(None, gt=0)
     """Print a few completions every so many rollout steps."""
-    ci_test: bool = False
-    """Check invariants that must hold on-policy, and fail when they do not."""
 
 
 class PrepareConfig(Table):

@@ -62,9 +62,12 @@ def test_priority_under_another_key_with_a_default() -> None:
     assert chosen.select(items, 3) == [2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "metadata", [{}, {"priority": None}, {"priority": "high"}, {"priority": True}, {"priority": float("nan")}]
-)
-def test_unusable_priorities_name_the_prompt(metadata: Mapping[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:4.*'priority'|'priority' in the metadata of train\.jsonl:4"):
-        Priority.build(Priority.Config()).select([item(metadata=metadata)], 1)
+@pytest.mark.parametrize("value", [None, "high", True, float("nan")])
+def test_unusable_priorities_name_the_prompt(value: object) -> None:
+    with pytest.raises(DataError, match=r"metadata of train\.jsonl:4"):
+        Priority.build(Priority.Config()).select([item(metadata={"priority": value})], 1)
+
+
+def test_a_missing_priority_says_what_to_type() -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl:4 has no 'priority'.*rollout\.buffer_filter\.default"):
+        Priority.build(Priority.Config()).select([item()], 1)

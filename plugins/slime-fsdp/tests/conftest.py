@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from slime_fsdp.plugin import Fsdp, FsdpConfig
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,6 +23,7 @@ from transformers import (
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
 from slime_core.types.microbatch import LossColumns, MicroBatch
+from slime_fsdp.plugin import Fsdp, FsdpConfig
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 transformers.logging.disable_progress_bar()
@@ -178,9 +178,7 @@ class SequencePolicy:
             if self.entropy_has_gradient:
                 token_loss = token_loss - 0.1 * entropy
         loss = (token_loss * weight).sum() + self.poison
-        return ObjectiveOutput(
-            loss=loss, sums={"loss": loss.detach(), "entropy": (entropy.detach() * weight).sum()}
-        )
+        return ObjectiveOutput(loss=loss, sums={"loss": loss.detach(), "entropy": (entropy.detach() * weight).sum()})
 
 
 def start(folder: Path, options: dict | None = None, optimizer: dict | None = None, **setup):

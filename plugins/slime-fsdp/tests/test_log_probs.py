@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from slime_fsdp.log_probs import log_probs_of
 
 

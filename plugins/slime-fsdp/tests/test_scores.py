@@ -18,7 +18,9 @@ def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, sam
     assert np.ptp(scores.log_probs) > 0.5
 
 
-@pytest.mark.parametrize("options", [{"log_probs_chunk_size": 3}, {"log_probs_chunk_size": -1}, {"attn_implementation": "sdpa"}])
+@pytest.mark.parametrize(
+    "options", [{"log_probs_chunk_size": 3}, {"log_probs_chunk_size": -1}, {"attn_implementation": "sdpa"}]
+)
 def test_options_do_not_change_scores(options, folders, start, pack, samples):
     plain = start(folders("qwen3")).score([pack(samples)], entropy=True)[0]
     other = start(folders("qwen3"), options).score([pack(samples)], entropy=True)[0]

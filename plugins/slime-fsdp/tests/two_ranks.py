@@ -1,122 +1,127 @@
-"""Run as a script, once per rank: everything that needs two ranks, each part saved for the tests to look at.
+"""Run as a script: everything that needs two ranks, each part saved for the tests to look at. The ranks are forked
+after the imports, which take longer than all the rest.
 
-usage: two_ranks.py RANK MODEL_FOLDER OUT_FOLDER
+usage: two_ranks.py OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER
 """
 
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from conftest import SGD, SequencePolicy, make_samples, pack, start, weights_of
+from torch.multiprocessing import start_processes
 
 from slime_core.errors import ModelError
 
-RANK, MODEL, OUT = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 
+@dataclass(frozen=True)
+class Run:
+    rank: int
+    out: Path
+    model: Path
+    sliding_window: Path
 
-def begin(name, options=None, optimizer=None, **setup):
-    rendezvous = f"file://{OUT / name}.rendezvous"
-    return start(MODEL, options, optimizer, rank=RANK, world_size=2, local_rank=RANK, rendezvous=rendezvous, **setup)
+    def begin(self, name, options=None, optimizer=None, **setup):
+        rendezvous = f"file://{self.out / name}.rendezvous"
+        told = {"rank": self.rank, "world_size": 2, "local_rank": self.rank, "rendezvous": rendezvous}
+        return start(self.model, options, optimizer, **(told | setup))
 
+    def save(self, name, **what):
+        torch.save(what, self.out / f"{name}.{self.rank}.pt")
 
-def keep(name, backend, **more):
-    weights = weights_of(backend)
-    assert bool(weights) == (RANK == 0)
-    torch.save({"weights": weights, **more}, OUT / f"{name}.{RANK}.pt")
+    def keep(self, name, backend, **more):
+        weights = weights_of(backend)
+        assert bool(weights) == (self.rank == 0)
+        self.save(name, weights=weights, **more)
 
 
 def numbers(report):
     return {"sums": dict(report.sums), "grad_norm": report.grad_norm, "skipped": report.skipped}
 
 
-def data_parallel():
+def data_parallel(run):
     samples = make_samples()
-    backend = begin("dp", optimizer=SGD, copies={"reference": MODEL})
+    backend = run.begin("dp", optimizer=SGD, copies={"reference": run.model})
     # The last rank has one micro-batch less to do, and meets the other with an empty one.
-    mine = [samples[:3], samples[3:5]] if RANK == 0 else [samples[5:], []]
+    mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
     before = backend.score([pack(samples)], entropy=True)[0].log_probs
     report = backend.train_step([pack(part) for part in mine], SequencePolicy())
     after = backend.score([pack(samples)])[0].log_probs
     frozen = backend.score([pack(samples)], weights="reference")[0].log_probs
-    keep("dp", backend, **numbers(report), before=before, after=after, frozen=frozen)
+    run.keep("dp", backend, **numbers(report), before=before, after=after, frozen=frozen)
     backend.refresh_copy("reference")
     refreshed = backend.score([pack(samples)], weights="reference")[0].log_probs
     # NaN on one rank only: both skip.
-    report = backend.train_step([pack(samples)], SequencePolicy(poison=float("nan") if RANK == 0 else 0.0))
-    backend.save_hf(OUT / "hf")
-    keep("skip", backend, **numbers(report), refreshed=refreshed)
+    report = backend.train_step([pack(samples)], SequencePolicy(poison=float("nan") if run.rank == 0 else 0.0))
+    backend.save_hf(run.out / "hf")
+    run.keep("skip", backend, **numbers(report), refreshed=refreshed)
     backend.close()
 
 
-def sync_each():
+def sync_each(run):
     samples = make_samples()
-    backend = begin("sync", {"sync_each_micro_batch": True, "gradient_checkpointing": True}, SGD)
-    mine = [samples[:3], samples[3:5]] if RANK == 0 else [samples[5:], []]
+    backend = run.begin("sync", {"sync_each_micro_batch": True, "gradient_checkpointing": True}, SGD)
+    mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
     report = backend.train_step([pack(part) for part in mine], SequencePolicy())
-    keep("sync", backend, **numbers(report))
+    run.keep("sync", backend, **numbers(report))
     backend.close()
 
 
-def context_parallel():
+def context_parallel(run):
     samples = make_samples()
-    backend = begin("cp", {"context_parallel_size": 2}, SGD)
+    backend = run.begin("cp", {"context_parallel_size": 2}, SGD)
     scores = backend.score([pack(samples), pack([])], entropy=True)[0]
     # One micro-batch has no response token on rank 1: a prompt of one token and a response of one.
     report = backend.train_step([pack(samples[:4]), pack(samples[4:]), pack([])], SequencePolicy())
-    keep("cp", backend, **numbers(report), log_probs=scores.log_probs, entropy=scores.entropy, rows=scores.rows)
+    run.keep("cp", backend, **numbers(report), log_probs=scores.log_probs, entropy=scores.entropy, rows=scores.rows)
     backend.close()
 
 
-def sliding_window(folder):
-    backend = start(
-        folder,
-        {"context_parallel_size": 2},
-        rank=RANK,
-        world_size=2,
-        local_rank=RANK,
-        rendezvous=f"file://{OUT / 'window'}.rendezvous",
-    )
+def sliding_window(run):
+    backend = run.begin("window", {"context_parallel_size": 2}, model_path=run.sliding_window)
     scores = backend.score([pack(make_samples())])[0]
-    torch.save({"log_probs": scores.log_probs, "rows": scores.rows}, OUT / f"window.{RANK}.pt")
+    run.save("window", log_probs=scores.log_probs, rows=scores.rows)
     backend.close()
 
 
-def resume():
+def resume(run):
     """Two steps and two more; then from the checkpoint in the middle, after other random numbers were drawn."""
     samples = make_samples()
-    mine = samples[:4] if RANK == 0 else samples[4:]
-    backend = begin("resume")
+    mine = samples[:4] if run.rank == 0 else samples[4:]
+    backend = run.begin("resume")
     for _ in range(2):
         backend.train_step([pack(mine)], SequencePolicy())
-    (OUT / "checkpoint").mkdir(exist_ok=True)
-    backend.save(OUT / "checkpoint")
+    (run.out / "checkpoint").mkdir(exist_ok=True)
+    backend.save(run.out / "checkpoint")
     drawn = (random.random(), torch.rand(()).item())
     for _ in range(2):
         backend.train_step([pack(mine)], SequencePolicy())
-    keep("straight", backend)
-    backend.load(OUT / "checkpoint")
+    run.keep("straight", backend)
+    backend.load(run.out / "checkpoint")
     assert (random.random(), torch.rand(()).item()) == drawn
-    keep("middle", backend)
+    run.keep("middle", backend)
     for _ in range(2):
         backend.train_step([pack(mine)], SequencePolicy())
-    keep("resumed", backend)
+    run.keep("resumed", backend)
     backend.close()
 
 
-def broken_folder():
-    broken = OUT / "broken"
+def broken_folder(run):
+    broken = run.out / "broken"
     try:
-        begin("broken", model_path=broken)
+        run.begin("broken", model_path=broken)
     except ModelError as error:
-        (OUT / f"broken.{RANK}.txt").write_text(str(error))
+        (run.out / f"broken.{run.rank}.txt").write_text(str(error))
     torch.distributed.destroy_process_group()
 
 
+def main(rank, *folders):
+    run = Run(rank, *map(Path, folders))
+    for part in (data_parallel, sync_each, context_parallel, sliding_window, resume, broken_folder):
+        part(run)
+
+
 if __name__ == "__main__":
-    data_parallel()
-    sync_each()
-    context_parallel()
-    sliding_window(Path(sys.argv[4]))
-    resume()
-    broken_folder()
+    start_processes(main, tuple(sys.argv[1:]), nprocs=2, start_method="fork")

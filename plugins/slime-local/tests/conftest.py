@@ -1,9 +1,19 @@
 """Tiny random models in temporary folders, and the engine on them."""
 
+import sys
+from pathlib import Path
+
 import pytest
+import pytest_asyncio
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from slime_core.contracts.engine import EngineSetup
+from slime_local.plugin import Local
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCAB = 31
 EOS = 2
@@ -45,3 +55,28 @@ def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(small(LlamaConfig, tie_word_embeddings=False)).save_pretrained(folder)
     return folder
+
+
+@pytest_asyncio.fixture
+async def engines():
+    """`await engines(folder, **options)` starts one; all are stopped at the end."""
+    started = []
+
+    async def start(folder, *, max_context_len=128, max_batch=64, index=0, **options):
+        engine = Local.build(Local.Config(**options))
+        setup = EngineSetup(
+            index=index,
+            model_path=folder,
+            device="cpu",
+            seed=0,
+            max_context_len=max_context_len,
+            max_batch=max_batch,
+            run_dir=folder,
+        )
+        await engine.start(setup)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        await engine.stop()

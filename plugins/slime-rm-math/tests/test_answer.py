@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -171,6 +172,12 @@ def test_equal(answer: str, label: str) -> None:
 @pytest.mark.parametrize(("answer", "label"), UNEQUAL)
 def test_unequal(answer: str, label: str) -> None:
     assert not equal(answer, label, max_symbolic_chars=256)
+
+
+def test_outside_of_the_main_thread() -> None:
+    # Where math-verify's own time limits would raise.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(equal, r"\sqrt{8}", r"2\sqrt{2}", max_symbolic_chars=256).result()
 
 
 def test_long_answers_are_compared_as_text() -> None:

@@ -66,7 +66,7 @@ def test_events_cannot_be_changed():
 def test_installed_modules_are_registered_under_dist_and_name(site):
     site.add("acme-slime", {groups.HOOKS: {"watch": "acme_watch"}}, {"acme_watch": OBSERVER})
     lines = []
-    hooks = Hooks.load(Registry(allow=["acme-slime"]), trace=lines.append)
+    hooks = Hooks.load(Registry(allow=["acme-slime"], trace=lines.append))
     assert hooks.names == ["acme-slime/watch"]
     hooks.run_start(START)
     hooks.run_end(END)
@@ -76,12 +76,20 @@ def test_installed_modules_are_registered_under_dist_and_name(site):
 
 def test_trace_only_if_the_variable_is_set(site):
     site.add("acme-slime", {groups.HOOKS: {"watch": "acme_watch"}}, {"acme_watch": OBSERVER})
-    registry = Registry(allow=["acme-slime"])
     for value, count in [("", 0), ("0", 0), ("1", 1)]:
         lines = []
-        hooks = Hooks.from_environment(registry, trace=lines.append, environ={"SLIME_HOOK_TRACE": value})
-        hooks.run_start(START)
+        environ = {"SLIME_HOOK_TRACE": value, "SLIME_PLUGINS_ALLOW": "acme-slime"}
+        Hooks.load(Registry.from_environment(environ=environ, trace=lines.append)).run_start(START)
         assert len(lines) == count
+
+
+def test_the_callers_own_observers_come_along(site):
+    site.add("acme-slime", {groups.HOOKS: {"watch": "acme_watch"}}, {"acme_watch": OBSERVER})
+    log = []
+    hooks = Hooks.load(Registry(allow=["acme-slime"]), own={"slime/console": Recorder(log, "own")})
+    hooks.run_start(START)
+    assert hooks.names == ["acme-slime/watch", "slime/console"]
+    assert log == [("own", "run_start")]
 
 
 def test_two_distributions_may_call_their_observers_alike(site):

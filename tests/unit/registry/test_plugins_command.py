@@ -31,8 +31,8 @@ PROBE = f"""
 import atexit, sys
 loaded = lambda: sys.stderr.write("LOADED " + " ".join(m for m in {NEVER_LOADED!r} if m in sys.modules) + "\\n")
 atexit.register(loaded)
-from slime_core.cli.plugins import app
-app()
+from slime_core.cli.main import main
+main()
 """
 SHOWN = """
 from pydantic import Field
@@ -176,7 +176,7 @@ def test_show_something_unknown(shown, arguments, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--json",), ("--help",)], ids=["table", "json", "help"])
+@pytest.mark.parametrize("arguments", [("plugins",), ("plugins", "--json"), ("--help",)], ids=["table", "json", "help"])
 def test_listing_imports_nothing_and_is_fast(shown, tmp_path_factory, arguments):
     """Processor time of the child, best of at most ten, so that a busy machine does not count; with compiled modules, as
     after any first run."""
@@ -194,18 +194,20 @@ def test_listing_imports_nothing_and_is_fast(shown, tmp_path_factory, arguments)
         if attempt >= 5 and min(spent) < BUDGET_S:
             break
     assert arguments == ("--help",) or "acme-slime" in done.stdout
-    print(f"slime plugins {' '.join(arguments)}: {1000 * min(spent):.0f} ms")
+    print(f"slime {' '.join(arguments)}: {1000 * min(spent):.0f} ms")
     assert min(spent) < BUDGET_S
 
 
 def test_the_probe_would_notice(shown):
     env = {**os.environ, "PYTHONPATH": str(shown.folder)}
-    done = subprocess.run([sys.executable, "-c", PROBE, "show", "mine"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, "plugins", "show", "mine"], env=env, capture_output=True, text=True
+    )
     assert "acme_shown" in done.stderr
     assert "stevedore" in done.stderr
 
 
 def test_the_stored_cache_of_stevedore_is_not_written(shown, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(shown.folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", PROBE, "show", "mine"], env=env, capture_output=True, check=True)
+    subprocess.run([sys.executable, "-c", PROBE, "plugins", "show", "mine"], env=env, capture_output=True, check=True)
     assert not Path(tmp_path / "cache").exists()

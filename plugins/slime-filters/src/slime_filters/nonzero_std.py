@@ -26,7 +26,7 @@ class NonzeroStdFilter(GroupFilter):
     keep_when_insufficient: bool
 
     def decide(self, group: SampleGroup) -> FilterDecision:
-        rewards = np.asarray(group.rewards, np.float32)
+        rewards = np.asarray(group.rewards, np.float64)
         if rewards.size and float(rewards.std()) > self.min_std:
             return KEEP
         # One decimal keeps the number of metrics small; adding 0.0 turns -0.0 into 0.0.

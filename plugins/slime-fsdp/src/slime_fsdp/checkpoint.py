@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,12 +45,9 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done:
     """All ranks call; `tensors` are DTensors, or whole on a single rank."""
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     world_size = 1 if ranks.mesh is None else ranks.mesh.size()
-    dcp.save(
-        dict(tensors),
-        storage_writer=HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True),
-        process_group=ranks.group,
-        no_dist=ranks.mesh is None,
-    )
+    writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
+    with single_process_is_meant():
+        dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.mesh is None)
     save_file(random_state(), folder / f"rng_{rank}.safetensors")
     ranks.barrier()
     if rank == 0:
@@ -64,6 +63,14 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done:
         )
         (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     ranks.barrier()
+
+
+@contextmanager
+def single_process_is_meant() -> Iterator[None]:
+    """torch warns about no_dist even when it was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,12 +96,9 @@ def read_manifest(folder: Path) -> Manifest:
 def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Into `tensors`, in place, and into this rank's random generators. All ranks call."""
     check_shapes(folder, manifest, tensors)
-    dcp.load(
-        dict(tensors),
-        storage_reader=HuggingFaceStorageReader(str(folder / STATE)),
-        process_group=ranks.group,
-        no_dist=ranks.mesh is None,
-    )
+    reader = HuggingFaceStorageReader(str(folder / STATE))
+    with single_process_is_meant():
+        dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.mesh is None)
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     if manifest.world_size == (1 if ranks.mesh is None else ranks.mesh.size()):
         restore_random_state(load_file(folder / f"rng_{rank}.safetensors"))

@@ -92,7 +92,7 @@ def sample(
 
 def _truncate(probs_NV: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Zeros all but the `top_k` likeliest tokens, and of these all but the fewest that hold `top_p` of their mass."""
-    ordered, order = probs_NV.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(probs_NV, dim=-1, descending=True, stable=True)
     rank = torch.arange(probs_NV.shape[1], device=probs_NV.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], 0)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered

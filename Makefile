@@ -1,0 +1,54 @@
+# Every target sets up .venv itself and installs only what it needs, at the versions in constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+# uv does not read pip's settings; where wheels lie on disk for pip, they are meant for uv too.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+PLUGINS := slime-estimators slime-filters slime-grpo slime-fsdp slime-local slime-rm-math slime-track
+EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
+PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+# Two threads of BLAS in each of several test processes on two cores only get in each other's way.
+SINGLE := OMP_NUM_THREADS=1
+
+.PHONY: venv demo test test-faults learn lint types bench docs clean
+
+venv: .venv/.run
+
+.venv/.run: $(PROJECTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(UV) $(EDITABLE)
+	touch $@
+
+.venv/.test: .venv/.run
+	$(UV) .[ray] hatchling hypothesis mypy pytest pytest-asyncio pytest-xdist ruff
+	touch $@
+
+.venv/.bench: .venv/.run
+	$(UV) trl
+	touch $@
+
+demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
+	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
+
+test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit tests/contract $(wildcard plugins/*/tests) tests/integration -m "not chaos"
+
+test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one.
+	$(SINGLE) $(BIN)/pytest -s tests/integration -m chaos
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.test
+	$(BIN)/mypy
+
+learn: .venv/.run  ## Longer learning runs; by hand.
+	$(BIN)/python benchmarks/learn.py $(FLAGS)
+
+bench: .venv/.bench  ## The demo's step against TRL's trainer.
+	$(BIN)/python benchmarks/trl_cpu.py
+
+clean:
+	rm -rf .venv runs

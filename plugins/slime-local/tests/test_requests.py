@@ -1,0 +1,223 @@
+"""How requests end, what is refused, and what happens to the others."""
+
+import asyncio
+
+import local_oracle as oracle
+import numpy as np
+import pytest
+from slime_core.errors import EngineError
+from slime_core.types.completion import FinishReason
+
+
+async def steps(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_stop_tokens_stay_in_the_response(engines, qwen3):
+    engine = await engines(qwen3)
+    prompts = oracle.prompts(8, seed=20)
+    free = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)])
+    own = [answer for answer in free if answer.finish_reason is FinishReason.STOP]
+    assert own
+    assert all(answer.token_ids[-1] == 2 and 2 not in answer.token_ids[:-1] for answer in own)
+
+    chosen = [int(answer.token_ids[len(answer.token_ids) // 2]) for answer in free]
+    stopped = await engine.generate(
+        [
+            oracle.request(i, p, seed=i, max_new_tokens=20, stop_token_ids=(chosen[i],))
+            for i, p in enumerate(prompts)
+        ]
+    )
+    for answer, before, token in zip(stopped, free, chosen, strict=True):
+        end = before.token_ids.tolist().index(token) + 1
+        assert answer.token_ids.tolist() == before.token_ids[:end].tolist()
+        assert answer.finish_reason is FinishReason.STOP
+
+
+async def test_stop_strings(engines, qwen3):
+    engine = await engines(qwen3)
+    prompts = oracle.prompts(6, seed=21)
+    free = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)])
+    wanted = [(f"w{a.token_ids[1]} w{a.token_ids[2]}", "never") if len(a.token_ids) > 3 else () for a in free]
+    assert sum(map(bool, wanted)) >= 3
+    stopped = await engine.generate(
+        [oracle.request(i, p, seed=i, max_new_tokens=20, stop=wanted[i]) for i, p in enumerate(prompts)]
+    )
+    for answer, before, stop in zip(stopped, free, wanted, strict=True):
+        expected = before.token_ids[:3] if stop else before.token_ids
+        assert answer.token_ids.tolist() == expected.tolist()
+        assert answer.finish_reason is (FinishReason.STOP if stop else before.finish_reason)
+
+
+async def test_stop_strings_need_a_tokenizer(engines, llama):
+    engine = await engines(llama)
+    with pytest.raises(EngineError, match="need a tokenizer"):
+        await engine.generate([oracle.request(0, [5], stop=("x",))])
+    await engine.health()
+
+
+async def test_min_new_tokens_bars_every_stop(engines, qwen3):
+    engine = await engines(qwen3)
+    model = oracle.plain_model(qwen3)
+    prompts = oracle.prompts(30, seed=22)
+    stops = (5, 6, 7, 8, 9, 10)
+    out = await engine.generate(
+        [
+            oracle.request(i, p, seed=i, max_new_tokens=12, min_new_tokens=4 if i % 2 else 0, stop_token_ids=stops)
+            for i, p in enumerate(prompts)
+        ]
+    )
+    assert min(len(answer.token_ids) for answer in out[::2]) < 4
+    for prompt, answer in zip(prompts[1::2], out[1::2], strict=True):
+        assert len(answer.token_ids) >= 5 or answer.finish_reason is FinishReason.LENGTH
+        assert not {2, *stops} & set(answer.token_ids[:4].tolist())
+        np.testing.assert_allclose(
+            answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids), atol=1e-5, rtol=0
+        )
+    assert any(len(answer.token_ids) == 5 for answer in out[1::2])
+
+
+async def test_context_bounds_the_response(engines, qwen3):
+    engine = await engines(qwen3, max_context_len=9)
+    lengths = (1, 5, 8, 9, 12)
+    out = await engine.generate(
+        [
+            oracle.request(n, np.full(n, 4), max_new_tokens=6, min_new_tokens=6)
+            for n in lengths
+        ]
+    )
+    assert [len(answer.token_ids) for answer in out] == [6, 4, 1, 0, 0]
+    assert all(answer.finish_reason is FinishReason.LENGTH for answer in out)
+    assert out[3].spans == () and len(out[3].log_probs) == 0
+
+
+async def test_edges(engines, qwen3):
+    engine = await engines(qwen3)
+    model = oracle.plain_model(qwen3)
+    assert await engine.generate([]) == []
+    none, one = await engine.generate(
+        [oracle.request("none", [5, 6], max_new_tokens=0), oracle.request("one", [5], max_new_tokens=1, temperature=0)]
+    )
+    assert len(none.token_ids) == 0 and none.finish_reason is FinishReason.LENGTH
+    assert one.token_ids.tolist() == oracle.greedy(model, [5], 1)
+    assert [(s.start, s.end, s.version) for s in one.spans] == [(0, 1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"prompt": []}, "no tokens"),
+        ({"prompt": [3, 31]}, "vocabulary has 31"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"stop_token_ids": (99,)}, "outside the vocabulary"),
+        ({"stop": ("",)}, "empty string"),
+    ],
+)
+async def test_refused(changes, match, engines, qwen3):
+    engine = await engines(qwen3)
+    prompt = changes.pop("prompt", [3, 4])
+    with pytest.raises(EngineError, match=match):
+        await engine.generate([oracle.request("fine", [3]), oracle.request("wrong", prompt, **changes)])
+    assert not engine._decoder.busy
+    assert len(await engine.generate([oracle.request("fine", [3])])) == 1
+
+
+async def test_request_ids_are_unique(engines, qwen3):
+    engine = await engines(qwen3)
+    with pytest.raises(EngineError, match="given twice"):
+        await engine.generate([oracle.request("a", [3]), oracle.request("a", [4])])
+    running = asyncio.ensure_future(engine.generate([oracle.request("a", [3], min_new_tokens=10)]))
+    await steps(3)
+    with pytest.raises(EngineError, match="in use"):
+        await engine.generate([oracle.request("a", [4])])
+    await running
+    await engine.generate([oracle.request("a", [4])])
+
+
+async def test_abort_one_and_all(engines, qwen3):
+    engine = await engines(qwen3, max_running=3)
+    prompts = oracle.prompts(5, seed=23)
+    batch = [
+        oracle.request(i, p, seed=i, max_new_tokens=60, min_new_tokens=60) for i, p in enumerate(prompts)
+    ]
+    whole = await engine.generate(batch)
+    running = asyncio.ensure_future(engine.generate(batch))
+    await steps(8)
+    await engine.abort(["1", "unknown"])
+    await steps(8)
+    assert not running.done()
+    await engine.abort()
+    out = await asyncio.wait_for(running, 5)
+    sizes = [len(answer.token_ids) for answer in out]
+    assert all(answer.finish_reason is FinishReason.ABORT for answer in out)
+    assert 0 < sizes[1] < sizes[0] == sizes[2] < 60
+    assert sizes[4] == 0 and 0 < sizes[3] < sizes[0]
+    for answer, complete in zip(out, whole, strict=True):
+        size = len(answer.token_ids)
+        assert answer.token_ids.tolist() == complete.token_ids[:size].tolist()
+        np.testing.assert_allclose(answer.log_probs, complete.log_probs[:size], atol=1e-5)
+        assert sum(span.end - span.start for span in answer.spans) == size
+    assert not engine._decoder.busy
+
+
+async def test_a_cancelled_call_frees_its_rows(engines, qwen3):
+    engine = await engines(qwen3)
+    gone = asyncio.ensure_future(engine.generate([oracle.request("gone", [3], max_new_tokens=100, min_new_tokens=100)]))
+    stays = asyncio.ensure_future(engine.generate([oracle.request("stays", [4], max_new_tokens=20, min_new_tokens=20)]))
+    await steps(4)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert engine._decoder.request_ids == {"stays"}
+    assert len((await stays)[0].token_ids) == 20
+
+
+async def test_an_error_in_a_step_fails_the_calls(engines, qwen3):
+    engine = await engines(qwen3, max_running=1)
+    running = asyncio.ensure_future(
+        engine.generate([oracle.request(i, [3], max_new_tokens=50, min_new_tokens=50) for i in range(2)])
+    )
+    await steps(3)
+
+    def broken():
+        raise MemoryError("no more columns")
+
+    engine._decoder.step = broken
+    with pytest.raises(EngineError, match="MemoryError: no more columns"):
+        await asyncio.wait_for(running, 5)
+    for call in (engine.health(), engine.generate([oracle.request(9, [3])])):
+        with pytest.raises(EngineError, match="no more columns"):
+            await call
+
+
+async def test_stop_fails_what_runs(engines, qwen3):
+    engine = await engines(qwen3)
+    running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=90, min_new_tokens=90)]))
+    await steps(3)
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(EngineError, match="stopped"):
+        await asyncio.wait_for(running, 5)
+
+
+async def test_sleep(engines, qwen3):
+    engine = await engines(qwen3)
+    request = oracle.request(0, [3, 4, 5], temperature=0, max_new_tokens=30, min_new_tokens=30)
+    before = (await engine.generate([request]))[0].token_ids.tolist()
+    running = asyncio.ensure_future(engine.generate([request]))
+    await steps(3)
+    with pytest.raises(EngineError, match="1 requests run"):
+        await engine.sleep()
+    await running
+    assert engine._decoder._slots.store.keys[0].numel() > 0
+    await engine.sleep()
+    assert engine._decoder._slots.store.keys[0].numel() == 0
+    with pytest.raises(EngineError, match="asleep"):
+        await engine.generate([request])
+    await engine.health()
+    await engine.wake()
+    assert (await engine.generate([request]))[0].token_ids.tolist() == before

@@ -1,0 +1,180 @@
+"""New weights: what is checked, what is active when, and what running requests make of it."""
+
+import asyncio
+import dataclasses
+
+import local_oracle as oracle
+import numpy as np
+import pytest
+import torch
+import xxhash
+from slime_core.errors import EngineError
+
+
+async def load(engine, made):
+    for bucket in made:
+        await engine.load_bucket(bucket)
+
+
+def expected_checksum(model):
+    digest = xxhash.xxh3_64()
+    for _, parameter in sorted(model.named_parameters()):
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+async def test_loaded_weights_are_used(family, engines, request):
+    folder = request.getfixturevalue(family)
+    engine = await engines(folder)
+    assert await engine.version() == -1
+    assert await engine.checksum() == expected_checksum(oracle.plain_model(folder))
+    new = oracle.other_weights(folder, seed=1)
+    made = oracle.buckets(new, version=4, count=3)
+    await load(engine, made[:2])
+    assert await engine.version() == -1
+    await engine.load_bucket(made[2])
+    assert await engine.version() == 4
+    assert await engine.checksum() == expected_checksum(new) != expected_checksum(oracle.plain_model(folder))
+    prompts = oracle.prompts(4, seed=30)
+    out = await engine.generate([oracle.request(i, p, seed=i) for i, p in enumerate(prompts)])
+    for prompt, answer in zip(prompts, out, strict=True):
+        np.testing.assert_allclose(answer.log_probs, oracle.log_probs(new, prompt, answer.token_ids), atol=1e-5)
+        assert [(s.version, s.start, s.end) for s in answer.spans] == [(4, 0, len(answer.token_ids))]
+    await load(engine, oracle.buckets(new, version=4, count=1))
+    assert await engine.version() == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"max_prefill_tokens": 12}, {"linear": "torch", "max_running": 4}])
+async def test_new_weights_under_running_requests(options, engines, qwen3):
+    """Each span's log-probs are those of its version's weights over everything so far."""
+    engine = await engines(qwen3, **options)
+    versions = {0: oracle.plain_model(qwen3), 1: oracle.other_weights(qwen3, 2), 2: oracle.other_weights(qwen3, 3)}
+    await load(engine, oracle.buckets(versions[0], 0))
+    prompts = oracle.prompts(6, seed=31)
+    running = asyncio.ensure_future(
+        engine.generate(
+            [oracle.request(i, p, seed=i, max_new_tokens=30 + i, min_new_tokens=20) for i, p in enumerate(prompts)]
+        )
+    )
+    for version in (1, 2):
+        for _ in range(12):
+            await asyncio.sleep(0)
+        await engine.pause()
+        held = engine._decoder._slots.end
+        for bucket in oracle.buckets(versions[version], version, 3):
+            await engine.load_bucket(bucket)
+            for _ in range(4):
+                await asyncio.sleep(0)
+        assert engine._decoder._slots.end == held
+        assert await engine.version() == version
+        await engine.resume()
+    out = await running
+    seen = set()
+    for prompt, answer in zip(prompts, out, strict=True):
+        assert answer.spans[0].start == 0 and answer.spans[-1].end == len(answer.token_ids)
+        for one, two in zip(answer.spans, answer.spans[1:], strict=False):
+            assert one.end == two.start and one.version < two.version
+        for version, start, end in answer.spans:
+            seen.add((version, len(answer.spans)))
+            expected = oracle.log_probs(versions[version], prompt, answer.token_ids)[start:end]
+            np.testing.assert_allclose(answer.log_probs[start:end], expected, atol=2e-5, rtol=0)
+            others = [oracle.log_probs(m, prompt, answer.token_ids) for v, m in versions.items() if v != version]
+            assert all(np.abs(other[start:end] - expected).max() > 1e-3 for other in others)
+    assert {(0, 3), (1, 3), (2, 3)} <= seen
+
+
+async def test_pause_holds_and_abort_still_answers(engines, qwen3):
+    engine = await engines(qwen3)
+    running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=50, min_new_tokens=50)]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await engine.pause()
+    size = engine._decoder._slots.end
+    later = asyncio.ensure_future(engine.generate([oracle.request(1, [3])]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert engine._decoder._slots.end == size and not later.done()
+    await engine.abort(["0"])
+    assert 0 < len((await running)[0].token_ids) < 50
+    await engine.resume()
+    assert len((await later)[0].token_ids) > 0
+
+
+async def test_half_a_version_is_never_sampled(engines, qwen3):
+    engine = await engines(qwen3)
+    new = oracle.other_weights(qwen3, 4)
+    first, last = oracle.buckets(new, 1)
+    await engine.load_bucket(first)
+    waiting = asyncio.ensure_future(engine.generate([oracle.request(0, [3, 4])]))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    with pytest.raises(EngineError, match="partly loaded"):
+        await engine.resume()
+    await engine.load_bucket(last)
+    answer = (await waiting)[0]
+    np.testing.assert_allclose(answer.log_probs, oracle.log_probs(new, [3, 4], answer.token_ids), atol=1e-5)
+
+
+async def test_damaged_bucket(engines, qwen3):
+    engine = await engines(qwen3)
+    before = await engine.checksum()
+    good = oracle.buckets(oracle.other_weights(qwen3, 5), 7)
+    data = good[0].data.copy()
+    data[100] ^= 1
+    with pytest.raises(EngineError, match="engine 0: bucket 0 of version 7 is damaged"):
+        await engine.load_bucket(dataclasses.replace(good[0], data=data))
+    assert await engine.checksum() == before and await engine.version() == -1
+    with pytest.raises(EngineError, match="out of order"):
+        await engine.load_bucket(good[1])
+    await load(engine, good)
+    assert await engine.version() == 7
+
+
+async def test_tensors_that_do_not_fit(engines, qwen3):
+    engine = await engines(qwen3)
+    model = oracle.other_weights(qwen3, 6)
+    (bucket,) = oracle.buckets(model, 1, count=1)
+    last = len(bucket.names) - 1
+    wrong_name = [*bucket.names[:last], "model.norm.wieght"]
+    with pytest.raises(EngineError, match=r"unexpected names model.norm.wieght.*model.norm.weight"):
+        await engine.load_bucket(dataclasses.replace(bucket, names=wrong_name))
+    with pytest.raises(EngineError, match=r"model.norm.weight has shape \(16, 2\), the model's is \(32,\)"):
+        await engine.load_bucket(dataclasses.replace(bucket, shapes=[*bucket.shapes[:last], (16, 2)]))
+    with pytest.raises(EngineError, match=r'model.norm.weight is bfloat16.*engine.dtype = "bfloat16"'):
+        await engine.load_bucket(dataclasses.replace(bucket, dtypes=[*bucket.dtypes[:last], "bfloat16"]))
+    short = bucket.data[:-4]
+    with pytest.raises(EngineError, match="bytes, it holds"):
+        await engine.load_bucket(
+            dataclasses.replace(bucket, data=short, checksum=xxhash.xxh3_64_hexdigest(short))
+        )
+    assert await engine.checksum() == expected_checksum(oracle.plain_model(qwen3))
+    missing = oracle.buckets(model, 1, skip={"model.layers.1.mlp.up_proj.weight"})
+    await engine.load_bucket(missing[0])
+    with pytest.raises(EngineError, match=r"bucket 1 of version 1.*missing: model.layers.1.mlp.up_proj.weight"):
+        await engine.load_bucket(missing[1])
+    assert await engine.version() == -1
+    with pytest.raises(EngineError, match="partly loaded"):
+        await engine.resume()
+
+
+async def test_tied_head(engines, qwen3):
+    engine = await engines(qwen3)
+    model = oracle.other_weights(qwen3, 7)
+    await load(engine, oracle.buckets(model, 1, tied_twice=True))
+    assert await engine.checksum() == expected_checksum(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    with pytest.raises(EngineError, match="tied to another tensor"):
+        await load(engine, oracle.buckets(model, 2))
+
+
+async def test_bfloat16(engines, qwen3):
+    engine = await engines(qwen3, dtype="bfloat16")
+    model = oracle.other_weights(qwen3, 8).to(torch.bfloat16)
+    # The odd number of bytes before the second tensor of a mixed bucket may not matter.
+    await load(engine, oracle.buckets(model, 1, count=3))
+    reference = model.float()
+    answer = (await engine.generate([oracle.request(0, [3, 9, 4], max_new_tokens=12, min_new_tokens=12)]))[0]
+    expected = oracle.log_probs(reference, [3, 9, 4], answer.token_ids)
+    assert np.abs(answer.log_probs - expected).max() < 0.3
