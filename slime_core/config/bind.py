@@ -18,7 +18,9 @@ from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundRun, Part
 from slime_core.config.checks import cross_checks
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
+from slime_core.contracts.advantage import AdvantageDriver, ShapingDriver
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
 from slime_core.errors import ConfigError, PluginError, near_matches
 from slime_core.registry import Registry, bind
 from slime_core.registry.options import problem_line
@@ -32,10 +34,11 @@ class Binder:
     base: Path
     problems: list[str]
 
-    def part(self, group: str, table: PluginTable, where: str) -> Part | None:
-        """The driver of `table.name` with its options bound; None after noting the problem."""
+    def part(self, group: str, table: PluginTable, where: str, expect: type | None = None) -> Part | None:
+        """The driver of `table.name` with its options bound; None after noting the problem. `expect` tells apart the
+        two kinds of driver that some groups hold."""
         try:
-            resolved = self.registry.resolve(group, table.name, where=f"{where}.name")
+            resolved = self.registry.resolve(group, table.name, where=f"{where}.name", expect=expect)
             config = bind(resolved, table.options, where=where, base=self.base)
         except ConfigError as error:
             self.problems.extend(error.problems)
@@ -47,8 +50,10 @@ class Binder:
             )
         return None
 
-    def parts(self, group: str, tables: Sequence[PluginTable], where: str) -> tuple[Part, ...]:
-        bound = [self.part(group, table, f"{where}[{number}]") for number, table in enumerate(tables)]
+    def parts(
+        self, group: str, tables: Sequence[PluginTable], where: str, expect: type | None = None
+    ) -> tuple[Part, ...]:
+        bound = [self.part(group, table, f"{where}[{number}]", expect) for number, table in enumerate(tables)]
         return tuple(part for part in bound if part is not None)
 
 
@@ -70,13 +75,16 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path) -> BoundRun:
     reward = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
     collector = binder.part(groups.COLLECTORS, config.rollout.collector, "rollout.collector")
-    buffer_filter = binder.part(groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter")
+    buffer_filter = binder.part(
+        groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
+    )
     recipe_filters = () if algo is None else tuple(PluginTable(name=name) for name in algo.recipe.filters)
     chosen = {table.name for table in config.rollout.filters}
     filters = binder.parts(
         groups.FILTERS,
         (*(table for table in recipe_filters if table.name not in chosen), *config.rollout.filters),
         "rollout.filters",
+        FilterDriver,
     )
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
@@ -131,25 +139,25 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
     except ValidationError as error:
         binder.problems.extend(problem_line(e, AlgoConfig, merged, "slime", "algo") for e in error.errors())
         return None
-    slots: list[tuple[str, str, PluginTable]] = [
-        ("advantage", groups.ADVANTAGES, keys.advantage),
-        ("loss", groups.LOSSES, keys.loss),
-        *((f"shaping[{n}]", groups.ADVANTAGES, t) for n, t in enumerate(keys.shaping)),
-        *((f"corrections[{n}]", groups.CORRECTIONS, t) for n, t in enumerate(keys.corrections)),
+    slots: list[tuple[str, str, PluginTable, type | None]] = [
+        ("advantage", groups.ADVANTAGES, keys.advantage, AdvantageDriver),
+        ("loss", groups.LOSSES, keys.loss, None),
+        *((f"shaping[{n}]", groups.ADVANTAGES, t, ShapingDriver) for n, t in enumerate(keys.shaping)),
+        *((f"corrections[{n}]", groups.CORRECTIONS, t, None) for n, t in enumerate(keys.corrections)),
     ]
     if keys.with_kl_loss:
-        slots.append(("kl_loss_type", groups.KL, keys.kl_loss_type))
+        slots.append(("kl_loss_type", groups.KL, keys.kl_loss_type, None))
     if keys.kl_coef:
-        slots.append(("kl_reward_type", groups.KL, keys.kl_reward_type))
+        slots.append(("kl_reward_type", groups.KL, keys.kl_reward_type, None))
     if keys.critic_loss is not None:
-        slots.append(("critic_loss", groups.LOSSES, keys.critic_loss))
+        slots.append(("critic_loss", groups.LOSSES, keys.critic_loss, None))
 
     known: dict[str, type[DriverConfig]] = {}
     parts: dict[str, Part] = {}
     failed = False
-    for slot, group, part_table in slots:
+    for slot, group, part_table, expect in slots:
         try:
-            part_resolved = binder.registry.resolve(group, part_table.name, where=f"algo.{slot}")
+            part_resolved = binder.registry.resolve(group, part_table.name, where=f"algo.{slot}", expect=expect)
         except PluginError as error:
             binder.problems.append(str(error))
             failed = True

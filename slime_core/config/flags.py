@@ -53,6 +53,9 @@ class FlagTable:
         by_name: dict[str, Flag] = {}
         for flag in flags:
             by_name[".".join(flag.path)] = flag
+            if flag.field is NAME_FIELD:
+                # A table's name alone stands for the table.
+                by_name[".".join(flag.path[:-1])] = flag
             short[flag.name].append(flag)
         ambiguous = {}
         for name, owners in short.items():
@@ -138,7 +141,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
         elif isinstance(inner, type) and issubclass(inner, BaseModel):
             if "name" in inner.model_fields:
                 yield Flag(name=key, path=(*path, key, "name"), owner="slime", field=inner.model_fields["name"])
-            yield from (flag for flag in walk(inner, (*path, key)) if flag.path[-1] != "name")
+            yield from (flag for flag in walk(inner, (*path, key)) if flag.path != (*path, key, "name"))
         else:
             # Tables inside tables repeat the names of what they override: those are said by their dotted path.
             short = key.replace("_", "-") if len(path) < 2 else ".".join((*path, key))

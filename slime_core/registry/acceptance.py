@@ -53,9 +53,7 @@ def accept(entry: Entry, loaded: Any, *, where: str, expect: type | None = None)
         raise PluginError(f"{where}: {problem}.")
     accepted = as_driver(entry.group, entry.name, loaded) if is_plain(entry.group, loaded) else loaded
     if expect is not None and not issubclass(accepted, expect):
-        raise PluginError(
-            f"{where}: {entry.name} of {entry.provenance} is {found(loaded)}; a {expect.__name__} belongs here."
-        )
+        raise PluginError(f"{where}: {entry.name} of {entry.provenance} is {found(loaded)}; {a(expect)} belongs here.")
     return accepted
 
 
@@ -83,7 +81,7 @@ def kind_problem(entry: Entry, loaded: Any) -> str:
     if isinstance(loaded, type) and issubclass(loaded, accepted) and Recipe not in accepted:
         missing = sorted(getattr(loaded, "__abstractmethods__", ()))
         return f"{said} does not implement {', '.join(missing)}" if missing else ""
-    wanted = " or ".join(f"a {cls.__name__}{' instance' if cls is Recipe else ' class'}" for cls in accepted)
+    wanted = " or ".join(f"{a(cls)}{' instance' if cls is Recipe else ' class'}" for cls in accepted)
     plain = f", or a plain {PLAIN_FORMS[entry.group].signature}" if entry.group in PLAIN_FORMS else ""
     return f"{said} is {found(loaded)}; {entry.group} takes {wanted}{plain}"
 
@@ -94,11 +92,16 @@ def found(loaded: Any) -> str:
     if isinstance(loaded, type):
         for cls in known:
             if issubclass(loaded, cls):
-                return f"a {cls.__name__} class"
+                return f"{a(cls)} class"
         return f"the class {loaded.__name__}"
     for cls in known:
         if isinstance(loaded, cls):
-            return f"a {cls.__name__} instance"
+            return f"{a(cls)} instance"
     if inspect.isroutine(loaded):
         return f"the function {loaded.__name__}"
     return f"an object of type {type(loaded).__name__}"
+
+
+def a(cls: type) -> str:
+    """Its name after an article."""
+    return f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}"

@@ -28,7 +28,7 @@ def ranks(folders, tmp_path_factory):
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
     def saved(name):
-        return [torch.load(out / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
+        return [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(2)]
 
     saved.folder = out
     return saved

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from conftest import SGD, SequencePolicy, make_samples, pack, start, weights_of
 from torch.multiprocessing import start_processes
@@ -29,7 +30,10 @@ class Run:
         return start(self.model, options, optimizer, **(told | setup))
 
     def save(self, name, **what):
-        torch.save(what, self.out / f"{name}.{self.rank}.pt")
+        plain = {
+            key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in what.items()
+        }
+        torch.save(plain, self.out / f"{name}.{self.rank}.pt")
 
     def keep(self, name, backend, **more):
         weights = weights_of(backend)

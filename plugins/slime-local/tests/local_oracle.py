@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 import xxhash
+from transformers import AutoModelForCausalLM
+
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
-from transformers import AutoModelForCausalLM
 
 
 def plain_model(folder):

@@ -2,9 +2,10 @@
 
 import asyncio
 
-import numpy as np
 import local_oracle as oracle
+import numpy as np
 import pytest
+
 from slime_core.types.completion import FinishReason
 
 

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from pydantic import ValidationError
+
 from slime_core.errors import ModelError
 from slime_local.plugin import Direct, Local
 

@@ -5,6 +5,7 @@ import asyncio
 import local_oracle as oracle
 import numpy as np
 import pytest
+
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason
 
@@ -16,7 +17,7 @@ async def steps(count):
 
 async def test_stop_tokens_stay_in_the_response(engines, qwen3):
     engine = await engines(qwen3)
-    prompts = oracle.prompts(8, seed=20)
+    prompts = oracle.prompts(40, seed=20)
     free = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)])
     own = [answer for answer in free if answer.finish_reason is FinishReason.STOP]
     assert own
@@ -24,10 +25,7 @@ async def test_stop_tokens_stay_in_the_response(engines, qwen3):
 
     chosen = [int(answer.token_ids[len(answer.token_ids) // 2]) for answer in free]
     stopped = await engine.generate(
-        [
-            oracle.request(i, p, seed=i, max_new_tokens=20, stop_token_ids=(chosen[i],))
-            for i, p in enumerate(prompts)
-        ]
+        [oracle.request(i, p, seed=i, max_new_tokens=20, stop_token_ids=(chosen[i],)) for i, p in enumerate(prompts)]
     )
     for answer, before, token in zip(stopped, free, chosen, strict=True):
         end = before.token_ids.tolist().index(token) + 1
@@ -81,12 +79,7 @@ async def test_min_new_tokens_bars_every_stop(engines, qwen3):
 async def test_context_bounds_the_response(engines, qwen3):
     engine = await engines(qwen3, max_context_len=9)
     lengths = (1, 5, 8, 9, 12)
-    out = await engine.generate(
-        [
-            oracle.request(n, np.full(n, 4), max_new_tokens=6, min_new_tokens=6)
-            for n in lengths
-        ]
-    )
+    out = await engine.generate([oracle.request(n, np.full(n, 4), max_new_tokens=6, min_new_tokens=6) for n in lengths])
     assert [len(answer.token_ids) for answer in out] == [6, 4, 1, 0, 0]
     assert all(answer.finish_reason is FinishReason.LENGTH for answer in out)
     assert out[3].spans == () and len(out[3].log_probs) == 0
@@ -141,9 +134,7 @@ async def test_request_ids_are_unique(engines, qwen3):
 async def test_abort_one_and_all(engines, qwen3):
     engine = await engines(qwen3, max_running=3)
     prompts = oracle.prompts(5, seed=23)
-    batch = [
-        oracle.request(i, p, seed=i, max_new_tokens=60, min_new_tokens=60) for i, p in enumerate(prompts)
-    ]
+    batch = [oracle.request(i, p, seed=i, max_new_tokens=60, min_new_tokens=60) for i, p in enumerate(prompts)]
     whole = await engine.generate(batch)
     running = asyncio.ensure_future(engine.generate(batch))
     await steps(8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+
 from slime_core.errors import EngineError
 
 
@@ -146,9 +147,7 @@ async def test_tensors_that_do_not_fit(engines, qwen3):
         await engine.load_bucket(dataclasses.replace(bucket, dtypes=[*bucket.dtypes[:last], "bfloat16"]))
     short = bucket.data[:-4]
     with pytest.raises(EngineError, match="bytes, it holds"):
-        await engine.load_bucket(
-            dataclasses.replace(bucket, data=short, checksum=xxhash.xxh3_64_hexdigest(short))
-        )
+        await engine.load_bucket(dataclasses.replace(bucket, data=short, checksum=xxhash.xxh3_64_hexdigest(short)))
     assert await engine.checksum() == expected_checksum(oracle.plain_model(qwen3))
     missing = oracle.buckets(model, 1, skip={"model.layers.1.mlp.up_proj.weight"})
     await engine.load_bucket(missing[0])

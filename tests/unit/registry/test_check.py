@@ -71,6 +71,12 @@ def test_config_contract(site, config, said):
     assert said in problem
 
 
+def test_a_config_may_ask_for_one_of_several_options(site):
+    rule = "low: int | None = None\n'''Low.'''\n@model_validator(mode='after')\ndef _one(self):\n"
+    rule += "    if self.low is None:\n        raise ValueError('give low')\n    return self"
+    assert loss_problems(site, "from pydantic import model_validator\n" + with_config(rule)) == ()
+
+
 def test_config_must_be_a_driver_config(site):
     (problem,) = loss_problems(site, "class Mine(Good):\n    class Config: ...\n")
     assert "Mine.Config is not a subclass of slime_core.contracts.driver.DriverConfig" in problem

@@ -81,7 +81,7 @@ def test_another_version_of_the_contracts_says_who_must_upgrade(site, version, w
 @pytest.mark.parametrize(
     ("group", "source", "found"),
     [
-        (groups.ADVANTAGES, LOSS, "a LossDriver class; slime.advantages takes a AdvantageDriver class or"),
+        (groups.ADVANTAGES, LOSS, "a LossDriver class; slime.advantages takes an AdvantageDriver class or"),
         (groups.ALGORITHMS, LOSS, "a LossDriver class; slime.algorithms takes a Recipe instance"),
         (
             groups.LOSSES,

@@ -31,7 +31,7 @@ class DirectTransport(WeightTransport):
                 if loading is not None:
                     await loading
                 loading = asyncio.ensure_future(engines.each("load_bucket", bucket))
-                # Without this turn of the event loop an exporter that never awaits would run ahead of the engines.
+                # A turn of the event loop, so that engines elsewhere begin before the next export takes this thread.
                 await asyncio.sleep(0)
                 buckets += 1
                 # Under Ray a bucket is a reference; its size stays in shared memory and is not counted.

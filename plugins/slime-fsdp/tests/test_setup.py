@@ -1,0 +1,83 @@
+"""What is refused, where, and in which words."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.errors import ModelError
+from slime_fsdp.plugin import Fsdp, FsdpConfig
+
+QWEN = {"model_type": "qwen3"}
+
+
+def copy_of(folder, target, **changes):
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_folders_that_cannot_be_used(folders, start, tmp_path):
+    source = folders("qwen3")
+
+    def refused(folder, text):
+        with pytest.raises(ModelError, match=text) as caught:
+            start(folder)
+        assert str(folder) in str(caught.value)
+
+    refused(tmp_path / "nowhere", "no such folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
+    refused(copy_of(source, tmp_path / "bert", model_type="vit"), "no causal language model")
+    refused(copy_of(source, tmp_path / "unknown", model_type="quen3"), "quen3")
+    bare = copy_of(source, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    refused(bare, "no weights")
+    cut = copy_of(source, tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    refused(cut, "cannot be loaded")
+    refused(copy_of(source, tmp_path / "deeper", num_hidden_layers=3, layer_types=None), "weights are missing")
+    index = copy_of(source, tmp_path / "index")
+    (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    refused(index, "model-2.safetensors")
+
+
+def test_a_copy_that_cannot_be_used_is_refused_before_anything_is_loaded(folders, start, tmp_path):
+    with pytest.raises(ModelError, match="no such folder"):
+        start(folders("qwen3"), copies={"reference": tmp_path / "nowhere"})
+
+
+def test_problems():
+    assert Fsdp.problems(FsdpConfig(), 3, QWEN) == []
+    (problem,) = Fsdp.problems(FsdpConfig(context_parallel_size=2), 3, QWEN)
+    assert "context_parallel_size = 2" in problem
+    (problem,) = Fsdp.problems(FsdpConfig(), 1, {"model_type": "qwem3"})
+    assert "close: " in problem
+    assert "qwen3" in problem
+    (problem,) = Fsdp.problems(FsdpConfig(), 1, QWEN | {"layer_types": ["linear_attention", "full_attention"]})
+    assert "linear_attention" in problem
+    (problem,) = Fsdp.problems(FsdpConfig(), 1, {"model_type": "gemma2", "final_logit_softcapping": 30.0})
+    assert "final_logit_softcapping" in problem
+    assert len(Fsdp.problems(FsdpConfig(context_parallel_size=2, attn_implementation="sdpa"), 3, {})) == 3
+
+
+def test_layout():
+    config = FsdpConfig(context_parallel_size=2)
+    assert Fsdp.least_ranks(config) == 2
+    found = [Fsdp.layout(config, rank, 4) for rank in range(4)]
+    assert [(at.dp_rank, at.cp_rank) for at in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all((at.dp_size, at.cp_size, at.reports) == (2, 2, True) for at in found)
+
+
+def test_every_option_is_documented():
+    assert all(field.description for field in FsdpConfig.model_fields.values())
+
+
+def test_the_plugin_module_imports_nothing_heavy():
+    code = "import sys, slime_fsdp.plugin; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"

@@ -1,0 +1,160 @@
+"""The optimiser step: skipping, clipping, the schedule, frozen parameters, copies."""
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.config.train import OptimizerConfig
+from slime_core.errors import ConfigError, ModelError
+from slime_fsdp.optimizer import learning_rate
+
+
+def test_a_step_that_is_not_finite_changes_nothing(
+    folders, start, pack, samples, weights_of, sequence_policy, tmp_path
+):
+    backend = start(folders("qwen3"))
+    backend.train_step([pack(samples)], sequence_policy())
+    before = weights_of(backend)
+    for poison in (float("nan"), float("inf")):
+        report = backend.train_step([pack(samples[:3]), pack(samples[3:])], sequence_policy(poison=poison))
+        assert report.skipped
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(backend).items())
+    report = backend.train_step([pack(samples)], sequence_policy())
+    assert not report.skipped
+    other = start(folders("qwen3"))
+    for _ in range(2):
+        other.train_step([pack(samples)], sequence_policy())
+    assert all(torch.equal(weight, weights_of(other)[name]) for name, weight in weights_of(backend).items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too(folders, start, pack, samples, weights_of, sequence_policy):
+    backend = start(folders("qwen3"))
+    before = weights_of(backend)
+    micro = pack(samples)
+    micro.columns.advantages[0] = float("inf")
+    assert backend.train_step([micro], sequence_policy()).skipped
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(backend).items())
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-3, 1e6])
+def test_clipping_scales_the_whole_gradient(limit, folders, start, pack, samples, weights_of, sequence_policy, sgd):
+    backend = start(folders("qwen3"), None, sgd | {"clip_grad": limit})
+    before = weights_of(backend)
+    report = backend.train_step([pack(samples)], sequence_policy())
+    after = weights_of(backend)
+    moved = torch.stack([(after[name].double() - before[name].double()).norm() for name in before]).norm()
+    assert report.grad_norm > 0.1
+    wanted = min(limit, report.grad_norm) if limit else report.grad_norm
+    assert moved.item() == pytest.approx(wanted, rel=1e-3)
+
+
+def test_adamw_equals_a_float64_one_without_decay_on_vectors(
+    folders, start, pack, samples, weights_of, sequence_policy, oracle
+):
+    chosen = {"lr": 0.01, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-4, "clip_grad": 0.0}
+    backend = start(folders("llama"), None, chosen)
+    expected = oracle("llama")
+    state = {}
+    for t in range(1, 4):
+        backend.train_step([pack(samples)], sequence_policy())
+        gradients = expected.gradients(samples)
+        with torch.no_grad():
+            for name, parameter in expected.model.named_parameters():
+                m, v = state.get(name, (0.0, 0.0))
+                m, v = 0.8 * m + 0.2 * gradients[name], 0.9 * v + 0.1 * gradients[name] ** 2
+                state[name] = m, v
+                if parameter.ndim > 1:
+                    parameter *= 1 - 0.01 * 0.3
+                parameter -= 0.01 * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-4)
+    found = weights_of(backend)
+    for name, parameter in expected.model.named_parameters():
+        torch.testing.assert_close(found[name].double(), parameter.detach(), rtol=1e-4, atol=2e-5)
+
+
+def test_learning_rates():
+    def rates(steps, **options):
+        config = OptimizerConfig(lr=1.0, **options)
+        return [round(learning_rate(config, step, 8), 6) for step in steps]
+
+    assert rates([0, 5, 100]) == [1, 1, 1]
+    assert rates([0, 1, 2, 3, 9], lr_warmup_iters=2) == [0, 0.5, 1, 1, 1]
+    assert rates([0, 4, 8, 9], lr_decay_style="linear") == [1, 0.5, 0, 0]
+    assert rates([2, 5, 8], lr_decay_style="linear", lr_warmup_iters=2, min_lr=0.1) == [1, 0.55, 0.1]
+    assert rates([0, 1, 2, 3, 4, 5], lr_decay_style="cosine", lr_decay_iters=4, min_lr=0.2) == [
+        1,
+        0.882843,
+        0.6,
+        0.317157,
+        0.2,
+        0.2,
+    ]
+
+
+def test_the_report_says_the_rate_of_its_step(folders, start, pack, samples, sequence_policy):
+    backend = start(folders("qwen3"), None, {"lr": 0.01, "lr_warmup_iters": 2})
+    reports = [backend.train_step([pack(samples)], sequence_policy()) for _ in range(4)]
+    assert [report.lr for report in reports] == pytest.approx([0, 0.005, 0.01, 0.01])
+    assert all(report.seconds > 0 for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [
+        (
+            {"freeze_params_name_list": ["embed", r"layers\.0\."]},
+            lambda name: "embed" not in name and ".0." not in name,
+        ),
+        ({"only_train_params_name_list": [r"layers\.1\.mlp"]}, lambda name: "layers.1.mlp" in name),
+    ],
+)
+def test_frozen_parameters_stay(options, moves, folders, start, pack, samples, weights_of, sequence_policy):
+    backend = start(folders("llama"), options)
+    before = weights_of(backend)
+    backend.train_step([pack(samples)], sequence_policy())
+    changed = {name for name, weight in weights_of(backend).items() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if moves(name)}
+
+
+def test_nothing_left_to_train_is_an_error(folders, start):
+    with pytest.raises(ConfigError, match="none to train"):
+        start(folders("llama"), {"only_train_params_name_list": ["no such name"]})
+
+
+def test_copies(folders, start, pack, samples, sequence_policy):
+    backend = start(folders("qwen3"), copies={"reference": folders("qwen3"), "teacher": folders("llama")})
+    micro = pack(samples)
+
+    def log_probs(name):
+        return backend.score([micro], weights=name)[0].log_probs
+
+    first, teacher = log_probs("reference"), log_probs("teacher")
+    np.testing.assert_array_equal(first, log_probs("actor"))
+    assert np.abs(first - teacher).max() > 0.1
+    backend.train_step([micro], sequence_policy())
+    np.testing.assert_array_equal(first, log_probs("reference"))
+    assert np.abs(first - log_probs("actor")).max() > 1e-3
+    backend.refresh_copy("reference")
+    np.testing.assert_array_equal(log_probs("reference"), log_probs("actor"))
+    np.testing.assert_array_equal(log_probs("teacher"), teacher)
+    with pytest.raises(ModelError, match="another architecture"):
+        backend.refresh_copy("teacher")
+    with pytest.raises(ModelError, match="close match: reference"):
+        log_probs("referense")
+
+
+def test_sleep_and_wake_change_nothing_on_the_cpu(folders, start, pack, samples, sequence_policy):
+    backend = start(folders("qwen3"))
+    backend.train_step([pack(samples)], sequence_policy())
+    before = backend.score([pack(samples)])[0].log_probs
+    backend.sleep()
+    backend.wake()
+    np.testing.assert_array_equal(backend.score([pack(samples)])[0].log_probs, before)
+
+
+def test_two_backends_share_a_process_group(folders, start, pack, samples):
+    first, second = (start(folders("qwen3"), {"precision": "bfloat16"}) for _ in range(2))
+    second.close()
+    assert torch.distributed.is_initialized()
+    first.score([pack(samples)])
+    first.close()
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,115 @@
+"""Weights out and in again: buckets, Hugging Face folders, value heads."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+
+@pytest.fixture
+def trained(folders, start, pack, samples, sequence_policy):
+    def build(family, **setup):
+        backend = start(folders(family), **setup)
+        backend.train_step([pack(samples)], sequence_policy(reads_values=setup.get("head") == "value"))
+        return backend
+
+    return build
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_export_and_save_hf_are_what_transformers_loads(
+    family, trained, folders, weights_of, pack, samples, start, tmp_path
+):
+    backend = trained(family)
+    exported = weights_of(backend)
+    original = load_file(folders(family) / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert any(not torch.equal(exported[name], original[name]) for name in original)
+
+    backend.save_hf(tmp_path / "hf")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    # transformers alone, and this backend, read the same model back.
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, parameter in model.named_parameters():
+        if name in exported:
+            assert torch.equal(parameter, exported[name])
+    again = start(tmp_path / "hf")
+    np.testing.assert_array_equal(
+        again.score([pack(samples)])[0].log_probs, backend.score([pack(samples)])[0].log_probs
+    )
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["architectures"] == json.loads((folders(family) / "config.json").read_text())["architectures"]
+    assert (tmp_path / "hf" / "generation_config.json").is_file()
+
+
+def test_tied_weights_are_exported_once(folders, start, weights_of):
+    assert "lm_head.weight" not in weights_of(start(folders("qwen3")))
+    assert "lm_head.weight" in weights_of(start(folders("llama")))
+
+
+def test_buckets(folders, start):
+    backend = start(folders("qwen3"))
+    buckets = list(backend.export_weights(4, 6_000))
+    assert len(buckets) > 3
+    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    for bucket in buckets:
+        assert bucket.version == 4
+        assert bucket.data.dtype == np.uint8
+        assert len(bucket.data) <= 6_000 or len(bucket.names) == 1
+        assert bucket.checksum == xxhash.xxh3_64(bucket.data.tobytes()).hexdigest()
+    (whole,) = backend.export_weights(4, 1 << 30)
+    assert [name for bucket in buckets for name in bucket.names] == list(whole.names)
+    assert b"".join(bucket.data.tobytes() for bucket in buckets) == whole.data.tobytes()
+
+
+def test_an_exported_bucket_does_not_change_with_training(folders, start, pack, samples, sequence_policy):
+    backend = start(folders("qwen3"))
+    (bucket,) = backend.export_weights(0, 1 << 30)
+    backend.train_step([pack(samples)], sequence_policy())
+    assert bucket.checksum == xxhash.xxh3_64(bucket.data.tobytes()).hexdigest()
+
+
+def test_save_hf_keeps_the_dtype_of_the_source(folders, start, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    start(tmp_path / "half").save_hf(tmp_path / "out")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("half", "out"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, start, pack, samples, tmp_path):
+    fresh = start(folders("qwen3"), head="value")
+    same = start(folders("qwen3"), head="value")
+    (first,) = fresh.score([pack(samples)])
+    assert first.log_probs is None
+    assert first.values.shape == (sum(sample.response for sample in samples),)
+    np.testing.assert_array_equal(first.values, same.score([pack(samples)])[0].values)
+    assert not np.array_equal(
+        first.values, start(folders("qwen3"), head="value", seed=6).score([pack(samples)])[0].values
+    )
+
+    backend = trained("qwen3", head="value")
+    values = backend.score([pack(samples)])[0].values
+    assert not np.array_equal(values, first.values)
+    backend.save_hf(tmp_path / "critic")
+    again = start(tmp_path / "critic", head="value")
+    np.testing.assert_array_equal(again.score([pack(samples)])[0].values, values)
+
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float64).eval()
+    expected = []
+    with torch.no_grad():
+        for sample in samples:
+            row = model(input_ids=sample.tokens[None], use_cache=False).logits[0, :, 0]
+            expected.append(row[sample.prompt - 1 : len(sample.tokens) - 1])
+    np.testing.assert_allclose(values, torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
