@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -11,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from slime_core.errors import CheckpointError, StorageError
+from slime_core.errors import CheckpointError
+from slime_core.storage import is_full, storage_error
 
 COMPLETE: Final = "COMPLETE"
 STATE_FILE: Final = "state.json"
@@ -48,37 +48,42 @@ class CheckpointStore:
         final = self._folder / f"step_{state.rollout_id}"
         aside = self._folder / f".step_{state.rollout_id}.writing"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            for left_over in self._folder.glob(".step_*.writing"):
+                shutil.rmtree(left_over, ignore_errors=True)
             aside.mkdir(parents=True)
             await write(aside)
             (aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
-            for path in files:
+            for path in [*files, *(path for path in aside.rglob("*") if path.is_dir())]:
                 sync(path)
             (aside / COMPLETE).write_text(json.dumps(sizes, indent=1))
             sync(aside / COMPLETE)
             sync(aside)
             if final.exists():
-                shutil.rmtree(final)
+                remove(final)
             aside.rename(final)
             sync(self._folder)
-        except OSError as error:
+        except Exception as error:
+            # Asked before the half-written files go, which frees what they took.
+            refused = storage_error(final, error) if isinstance(error, OSError) or is_full(final, error) else None
             shutil.rmtree(aside, ignore_errors=True)
-            raise storage_error(final, error) from error
+            if refused is not None:
+                raise refused from error
+            raise
         self._forget_old()
         return final
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        found = self._folder.glob(f"step_*/{COMPLETE}")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+        numbers = (path.parent.name.removeprefix("step_") for path in self._folder.glob(f"step_*/{COMPLETE}"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def load(self, step: int | None = None) -> tuple[RunState, Path] | None:
         """The newest complete checkpoint (or that of `step`), verified; None if there is none."""
         steps = self.steps()
         if step is not None and step not in steps:
-            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; there is {steps or 'none'}.")
+            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {there_is(steps)}.")
         if not steps:
             return None
         folder = self._folder / f"step_{steps[-1] if step is None else step}"
@@ -87,6 +92,19 @@ class CheckpointStore:
         if (found := state.pop("format")) != FORMAT:
             raise CheckpointError(f"{folder}: written in format {found}; this slime reads format {FORMAT}.")
         return RunState(**state), folder
+
+    def set_aside_after(self, step: int) -> None:
+        """Checkpoints beyond `step` no longer belong to the run that goes on from it: they are kept under another
+        name."""
+        for later in self.steps():
+            if later > step:
+                self._set_aside(later)
+        sync(self._folder)
+
+    def _set_aside(self, step: int) -> None:
+        aside = self._folder / f"set_aside_step_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / f"step_{step}").rename(aside)
 
     def _verify(self, folder: Path, steps: list[int]) -> None:
         for name, size in json.loads((folder / COMPLETE).read_text()).items():
@@ -102,20 +120,17 @@ class CheckpointStore:
 
     def _forget_old(self) -> None:
         for step in self.steps()[: -self._keep]:
-            # The marker goes first, so that a half-removed checkpoint is never taken for a complete one.
-            folder = self._folder / f"step_{step}"
-            (folder / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(self._folder / f"step_{step}")
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
-        return StorageError(
-            f"{path}: no space left to write it ({free / 2**20:.0f} MiB free). Earlier checkpoints are untouched: "
-            "free some space or say --runs-dir, and start the run again to go on."
-        )
-    return StorageError(f"{path}: cannot be written: {error}")
+def there_is(steps: list[int]) -> str:
+    return f"say one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
+
+
+def remove(checkpoint: Path) -> None:
+    """The marker goes first, so that a half-removed checkpoint is never taken for a complete one."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

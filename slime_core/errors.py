@@ -84,6 +84,12 @@ class Interrupted(SlimeError):
     exit_code = 130
 
 
+class Terminated(Interrupted):
+    """The same, by SIGTERM."""
+
+    exit_code = 143
+
+
 def near_matches(asked: str, known: Iterable[str]) -> list[str]:
     """Up to three of `known` that look like `asked`, best first; `-` and `_` count as the same character."""
     spelled = {name.replace("-", "_").lower(): name for name in known}

@@ -47,7 +47,12 @@ class Evaluator:
         extra = task.settings.metadata_overrides
         prompts = [replace(prompt, metadata={**prompt.metadata, **extra}) for prompt in task.prompts]
         running = [task.runner.start(prompt) for prompt in prompts]
-        return tuple(await asyncio.gather(*(group.task for group in running)))
+        try:
+            return tuple(await asyncio.gather(*(group.task for group in running)))
+        finally:
+            # After a failure, what else is under way would go on without anyone to wait for it.
+            for group in running:
+                group.task.cancel()
 
 
 def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -65,7 +70,7 @@ def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[s
     if failed:
         metrics[f"{name}-failed"] = float(failed)
     counts = np.array([len(group.samples) for group in groups])
-    if counts.min(initial=0) > 1:
+    if len(counts) and counts.min() > 1:
         threshold = settings.pass_threshold
         correct = np.array([sum(r >= threshold for r in group.rewards) for group in groups])
         metrics |= {f"{name}-pass@{k}": value for k, value in pass_at_k(counts, correct).items()}

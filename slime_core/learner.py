@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from slime_core.objective.credit import CreditRules, assign_credit, require_fini
 from slime_core.types.batch import Batch, Float32, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
+
+METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
+"""Columns whose metric has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +105,13 @@ class Learner:
         trained_tokens = len(batch.tokens)
         return TrainReport(
             version=version + 1,
-            steps=tuple({f"train/{name}": value for name, value in step.items()} for step in steps),
+            steps=tuple(
+                {f"train/{name}": value for name, value in {**of_credit, **step}.items()}
+                for of_credit, step in zip(credited.step_metrics, steps, strict=True)
+            ),
             rollout={
                 **rollout_metrics(batch, version),
-                **column_metrics(batch, scores),
+                **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in scores.items()}),
                 **reward_part_metrics(samples, "rollout/reward_part"),
                 **credited.metrics,
             },
@@ -131,15 +138,22 @@ class Learner:
 
     def _check_size(self, batch: Batch) -> None:
         rollouts = len(np.unique(batch.rollout_id))
-        if rollouts != self._plan.rollouts_per_batch and not self._plan.train_short_batch:
+        wanted = self._plan.rollouts_per_batch
+        # More would not be harmless: another optimiser step, for which the old log-probs are not the current ones.
+        if rollouts > wanted:
             raise RolloutError(
-                f"the batch has {rollouts} rollouts, but a step trains {self._plan.rollouts_per_batch}. Say "
-                "--on-short-batch train to train on what there is."
+                f"the batch has {rollouts} rollouts, but {wanted} were asked for: what a generator makes of one answer "
+                "must share the rollout_id of its episode."
+            )
+        if rollouts < wanted and not self._plan.train_short_batch:
+            raise RolloutError(
+                f"the batch has {rollouts} rollouts, but {wanted} are wanted. Say --on-short-batch train to train on "
+                "what there is."
             )
 
     def _check_skipped(self, steps: Sequence[Mapping[str, float]]) -> None:
         for step in steps:
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if step["skipped"] else 0
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if step["skipped_steps"] else 0
             if self._skipped_in_a_row > self._plan.max_skipped_steps:
                 raise TrainingError(
                     f"{self._skipped_in_a_row} optimiser steps in a row had a loss or gradient that is not finite "

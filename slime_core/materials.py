@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime_core.buffer.data_path import DataPath
 from slime_core.buffer.files import FilesSource
 from slime_core.buffer.plugin import FilesConfig
 from slime_core.buffer.render import PromptRenderer
@@ -14,7 +15,7 @@ from slime_core.config.bound import BoundEvalSet, BoundRun
 from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.manifest import check_required
-from slime_core.model_folder import load_tokenizer, read_model_config
+from slime_core.model_folder import check_weights, load_tokenizer, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,7 @@ def load_materials(run: BoundRun) -> Materials:
     check_required(config.required_plugins)
     folder = Path(config.model.hf_checkpoint)
     model_config = read_model_config(folder)
+    check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
@@ -78,8 +80,12 @@ def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedToke
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         max_prompt_len=settings.max_prompt_len,
     )
-    files = FilesConfig.model_validate({"prompt_data": [settings.path], "streaming": False})
-    source = FilesSource(files, renderer, seed=run.rollout_seed)
+    try:
+        DataPath.parse(settings.path)
+        files = FilesConfig.model_validate({"prompt_data": [settings.path], "streaming": False})
+        source = FilesSource(files, renderer, seed=run.rollout_seed)
+    except DataError as error:
+        raise DataError(f"eval.datasets.{settings.name}: {error}") from error
     if not source.num_rows:
         raise DataError(f"eval.datasets.{settings.name}: {settings.path} has no usable row.")
     return source

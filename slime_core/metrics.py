@@ -39,10 +39,18 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     }
     if trained.any():
         metrics["rollout/rollout_log_probs"] = float(batch.rollout_log_probs[trained].mean(dtype=np.float64))
-    staleness = version - batch.version[batch.version >= 0]
+    staleness = sample_staleness(batch, version)
     if len(staleness):
         metrics |= {"rollout/staleness/mean": float(staleness.mean()), "rollout/staleness/max": float(staleness.max())}
     return metrics
+
+
+def sample_staleness(batch: Batch, version: int) -> npt.NDArray[np.int64]:
+    """Versions between the oldest token of a sample and `version`, for each sample that has tokens of the model's."""
+    written = batch.version >= 0
+    oldest = np.full(batch.num_samples, np.iinfo(np.int64).max)
+    np.minimum.at(oldest, batch.sample_of_token[written], batch.version[written])
+    return version - oldest[oldest < np.iinfo(np.int64).max]
 
 
 def column_metrics(batch: Batch, columns: dict[str, npt.NDArray[np.float32]]) -> dict[str, float]:

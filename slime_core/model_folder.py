@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from slime_core.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -27,6 +29,25 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def check_weights(folder: Path) -> None:
+    """ModelError if the folder holds no weights, or a file that is cut short; the backend says whether they fit."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # Opening reads the header alone, and compares it with the file's size.
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{file}: damaged or cut short ({error}). Copy or download it again; it has {file.stat().st_size} bytes."
+            ) from error
+    if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
+        raise ModelError(
+            f"model.hf_checkpoint = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there."
+        )
+
+
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The folder's own tokenizer; ModelError if there is none or it cannot be read."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
@@ -34,7 +55,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             f"{folder}: no tokenizer in it (tokenizer.json or tokenizer_config.json). Copy the tokenizer's files there."
         )
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    # The run has a progress bar of its own.
+    disable_progress_bar()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -29,15 +29,23 @@ class ModelSizes:
 
 
 def new_model(
-    folder: Path, architecture: str, sizes: ModelSizes, *, alphabet: str, tokens: Sequence[str] = (), seed: int = 0
+    folder: Path,
+    architecture: str,
+    sizes: ModelSizes,
+    *,
+    alphabet: str,
+    tokens: Sequence[str] = (),
+    seed: int = 0,
+    initializer_range: float = 0.02,
 ) -> int:
-    """Writes config, weights (float32, tied embeddings) and tokenizer into `folder`; returns the parameter count.
+    """Writes config, weights (float32) and tokenizer into `folder`; returns the parameter count.
 
     ModelError if the folder exists or the architecture is unknown.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils.logging import disable_progress_bar
 
     if folder.exists():
         raise ModelError(f"{folder}: exists already. Remove it, or give another name.")
@@ -58,7 +66,8 @@ def new_model(
         head_dim=sizes.hidden_size // sizes.num_heads,
         intermediate_size=sizes.intermediate_size,
         max_position_embeddings=sizes.max_length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -66,6 +75,7 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())

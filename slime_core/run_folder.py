@@ -54,7 +54,7 @@ class RunFolder:
     def read_manifest(self) -> dict[str, Any] | None:
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
             # Killed while it was first written: nothing had begun.
@@ -75,17 +75,29 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
         return folder
     first = RunFolder(runs_dir / name)
     if fresh:
-        shutil.rmtree(first.path, ignore_errors=True)
+        clear_folder(first)
         return first
     number = 1
     while True:
         folder = RunFolder(runs_dir / (name if number == 1 else f"{name}-{number}"))
         found = folder.read_manifest()
-        if found is None and not folder.summary.exists():
+        # With checkpoints and no manifest it is someone's run all the same.
+        if found is None and not folder.summary.exists() and not folder.checkpoints.exists():
             return folder
         if found is not None and found["fingerprint"] == manifest.fingerprint and not folder.summary.exists():
             return folder
         number += 1
+
+
+def clear_folder(folder: RunFolder) -> None:
+    """Removes it with all that is in it, unless a process works there."""
+    if not folder.path.exists():
+        return
+    with lock_folder(folder):
+        try:
+            shutil.rmtree(folder.path)
+        except OSError as error:
+            raise StorageError(f"--fresh: {folder.path} cannot be removed: {error}.") from error
 
 
 def lock_folder(folder: RunFolder) -> IO[str]:

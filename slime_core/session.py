@@ -89,6 +89,8 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    mid_step: bool = False
+    """The trainers have begun a step that `state` does not count yet."""
 
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
@@ -122,6 +124,7 @@ class Session:
 
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
+        self.mid_step = True
         report = await self.learner.train(step, groups, self.state.version)
         self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
         return report
@@ -135,7 +138,7 @@ class Session:
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
-        self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **perf}, step)
+        self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
         self.last_train = report
         self.state = replace(
             self.state,
@@ -144,6 +147,7 @@ class Session:
             optimizer_steps=self.state.optimizer_steps + len(report.steps),
             tokens=self.state.tokens + int(report.perf["perf/train_tokens"]),
         )
+        self.mid_step = False
 
     def is_due(self, step: int) -> Due:
         """What follows `step`."""
@@ -193,8 +197,8 @@ class Session:
         )
 
     async def save_unsaved(self) -> None:
-        """A checkpoint, if anything was trained since the last one."""
-        if self.state.rollout_id > self.saved_rollout_id:
+        """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
+        if self.state.rollout_id > self.saved_rollout_id and not self.mid_step:
             await self.save([])
 
     async def evaluate(self, step: int) -> None:

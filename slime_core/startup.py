@@ -14,6 +14,7 @@ import tomlkit
 
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits
+from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
@@ -21,6 +22,7 @@ from slime_core.contracts.backend import REFERENCE, Layout, TrainerSetup
 from slime_core.contracts.engine import EngineSetup
 from slime_core.contracts.needs import Need
 from slime_core.contracts.tracker import RunInfo
+from slime_core.errors import CheckpointError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
@@ -35,6 +37,7 @@ from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
+from slime_core.storage import storage_errors
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
@@ -60,15 +63,24 @@ async def start(
     fingerprint = "" if materials.source is None else materials.source.fingerprint()
     manifest = build_manifest(run, data_fingerprint=fingerprint)
     config = run.config
+    device = choose_device(config.launcher.device)
     folder = choose_folder(Path(config.runs_dir), manifest, config.name, fresh=options.fresh, resume=options.resume)
+    if options.ckpt_step is not None and folder.read_manifest() is None:
+        raise CheckpointError(
+            f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
+            f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
+        )
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
         attempt = count_attempt(folder)
         store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints)
         found = store.load(options.ckpt_step)
         state = RunState() if found is None else found[0]
-        folder.manifest.write_text(manifest.to_json())
-        folder.config.write_text(tomlkit.dumps(drop_none(manifest.config)))
+        if options.ckpt_step is not None:
+            store.set_aside_after(options.ckpt_step)
+        write_text(folder.manifest, manifest.to_json())
+        write_text(folder.config, tomlkit.dumps(drop_none(manifest.config)))
         event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
         hooks = Hooks.load(run.registry, own=observers)
         trackers = [part.build() for part in run.trackers]
@@ -84,7 +96,7 @@ async def start(
             stack.callback(tracker.finish)
         launcher = build_launcher(config.launcher)
         stack.push_async_callback(launcher.stop)
-        session = await assemble_session(run, materials, launcher, folder, event, hooks, stack, store, state)
+        session = await assemble_session(run, materials, launcher, device, folder, event, hooks, stack, store, state)
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
@@ -112,6 +124,7 @@ async def assemble_session(
     run: BoundRun,
     materials: Materials,
     launcher: Launcher,
+    device: str,
     folder: RunFolder,
     event: Run,
     hooks: Hooks,
@@ -120,18 +133,22 @@ async def assemble_session(
     state: RunState,
 ) -> Session:
     """Starts trainers, engines and rewards, at the same time, and puts the session together."""
-    config = run.config
-    device = choose_device(config.launcher.device)
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
     with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
     rewards = start_rewards(run, stack)
-    async with asyncio.TaskGroup() as starting:
-        trainers_task = starting.create_task(start_trainers(run, materials, launcher, agreement, device))
-        client_task = starting.create_task(
-            start_client(run, materials, launcher, agreement, device, folder, with_engine)
-        )
-        for part in reward_parts(run):
-            starting.create_task(rewards.warm(part.spec()))
+    try:
+        async with asyncio.TaskGroup() as starting:
+            trainers_task = starting.create_task(start_trainers(run, materials, launcher, agreement, device))
+            client_task = starting.create_task(
+                start_client(run, materials, launcher, agreement, device, folder, with_engine)
+            )
+            for part in reward_parts(run):
+                starting.create_task(rewards.warm(part.spec()))
+    except ExceptionGroup as group:
+        # One of them stops the others; the user wants to know of that one.
+        raise next(
+            (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
+        ) from None
     trainers, client = trainers_task.result(), client_task.result()
 
     def on_failure(failure: SampleFailure) -> None:
@@ -370,7 +387,7 @@ def count_attempt(folder: RunFolder) -> int:
         attempt = int(json.loads(folder.attempts.read_text())) + 1
     except FileNotFoundError:
         attempt = 1
-    folder.attempts.write_text(json.dumps(attempt))
+    write_text(folder.attempts, json.dumps(attempt))
     return attempt
 
 

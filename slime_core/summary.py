@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+from slime_core.buffer.atomic_file import write_text
 from slime_core.session import Session
 from slime_core.types.report import EvalReport
 
@@ -20,7 +21,7 @@ def write_summary(session: Session) -> dict[str, Any]:
         "eval": {"before": accuracies(session.first_eval, names), "after": accuracies(session.last_eval, names)},
         "resolved": {part.where: f"{part.entry.qualified} {part.entry.version}" for part in session.run.parts},
     }
-    session.folder.summary.write_text(json.dumps(summary, indent=2))
+    write_text(session.folder.summary, json.dumps(summary, indent=2))
     return summary
 
 

@@ -14,8 +14,8 @@ from slime_core.types.sample import Sample, SampleGroup, Status
 def assemble(groups: Sequence[SampleGroup]) -> Batch:
     """The samples of these groups as columns, groups in the order given, samples in the order of the group.
 
-    Samples without a reward count in no group statistic and train nothing; so do removed ones, but these do count in
-    the statistics. Token masks are final in the result.
+    Samples without a reward count in no group statistic. Aborted, failed and removed ones train nothing, though with a
+    reward they do count. Token masks are final in the result.
     """
     samples = [sample for group in groups for sample in group.samples]
 

@@ -57,39 +57,60 @@ def pack(samples: Int64, lengths: Int64, limits: MicroBatchLimits) -> list[Int64
     if limits.max_tokens is None:
         return [samples[i : i + limits.max_samples] for i in range(0, len(samples), limits.max_samples)]
     bins: list[list[int]] = []
-    free: list[int] = []
-    first_open = 0
+    room = FirstFit(len(samples), limits.max_tokens)
     for sample in samples.tolist():
         length = int(lengths[sample])
-        for number in range(first_open, len(bins)):
-            if free[number] >= length:
-                break
-        else:
-            number = len(bins)
+        number = room.place(length)
+        if number == len(bins):
             bins.append([])
-            free.append(limits.max_tokens)
         bins[number].append(sample)
-        free[number] -= length
-        while first_open < len(bins) and free[first_open] <= 0:
-            first_open += 1
     return [np.asarray(b, np.int64) for b in bins]
+
+
+class FirstFit:
+    """Which bin an item goes into: the first with room for it, else a new one. log(bins) steps for each item.
+
+    A tournament tree: a leaf is a bin's free room, an inner node the largest below it. Bins that were not opened yet are
+    leaves with all their room, so a new bin needs no case of its own.
+    """
+
+    def __init__(self, num_items: int, room: int) -> None:
+        self._room = room
+        self._leaves = 1 << max(0, num_items - 1).bit_length()
+        self._free = [room] * (2 * self._leaves)
+
+    def place(self, size: int) -> int:
+        """The bin's number. An item larger than a whole bin takes an empty one, and nothing joins it."""
+        free = self._free
+        wanted = min(size, self._room)
+        node = 1
+        while node < self._leaves:
+            node = 2 * node if free[2 * node] >= wanted else 2 * node + 1
+        number = node - self._leaves
+        free[node] -= wanted
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+        return number
 
 
 def divide(bins: Sequence[Int64], lengths: Int64, multiple: int) -> list[Int64]:
     """Splits the bin with most tokens in two, longest sample first into the lighter half, until the count divides."""
     result = list(bins)
+    tokens = [int(lengths[b].sum()) for b in result]
     while len(result) % multiple or not result:
-        splittable = [number for number, b in enumerate(result) if len(b) > 1]
-        if not splittable:
+        heaviest = max((number for number, b in enumerate(result) if len(b) > 1), key=tokens.__getitem__, default=None)
+        if heaviest is None:
             result.append(np.empty(0, np.int64))
+            tokens.append(0)
             continue
-        heaviest = max(splittable, key=lambda number: int(lengths[result[number]].sum()))
         halves: tuple[list[int], list[int]] = ([], [])
-        tokens = [0, 0]
+        weights = [0, 0]
         members = result[heaviest]
         for sample in members[np.argsort(-lengths[members], kind="stable")].tolist():
-            lighter = 0 if tokens[0] <= tokens[1] else 1
+            lighter = 0 if weights[0] <= weights[1] else 1
             halves[lighter].append(sample)
-            tokens[lighter] += int(lengths[sample])
+            weights[lighter] += int(lengths[sample])
         result[heaviest : heaviest + 1] = [np.sort(np.asarray(half, np.int64)) for half in halves]
+        tokens[heaviest : heaviest + 1] = weights
     return result

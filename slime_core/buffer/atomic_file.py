@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from slime_core.errors import StorageError
+from slime_core.storage import storage_error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -22,9 +22,13 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         aside.replace(path)
         _sync(path.parent)
     except OSError as error:
-        raise StorageError(f"{path} could not be written: {error}") from error
+        raise storage_error(path, error) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def _sync(path: Path) -> None:

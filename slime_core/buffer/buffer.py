@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from slime_core.buffer.atomic_file import write_atomically
+from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.buffer.table import read_groups, write_groups
 from slime_core.contracts.filter import BufferFilter
@@ -87,7 +87,7 @@ class DataBuffer:
         }
         write_groups(folder / GROUPS_FILE, [item.group for item in self._items])
         text = json.dumps(state, indent=1, allow_nan=False)
-        write_atomically(folder / STATE_FILE, lambda aside: aside.write_text(text, encoding="utf-8"))
+        write_text(folder / STATE_FILE, text)
 
     def load(self, folder: Path) -> None:
         """Takes on the content and position that `save` wrote. CheckpointError if they are not all there."""

@@ -167,7 +167,7 @@ class FilesSource(DataSource):
             content = stream.rows.read(row)
         except DataError as error:
             if self._config.on_bad_row == "error":
-                raise DataError(f'{error}. Mend it, or leave such rows out: on_bad_row = "skip"') from error
+                raise DataError(f"{error}. Mend it, or leave such rows out: --on-bad-row skip") from error
             self._count_bad_row(stream, error)
             return None
         try:

@@ -96,7 +96,10 @@ class PromptRenderer:
 
     def _required(self, row: Mapping[str, Any], key: str, option: str, origin: str) -> Any:
         if key not in row:
-            raise DataError(f'{origin}: no key "{key}" ({option}); the row has: {", ".join(row) or "no keys"}')
+            raise DataError(
+                f'{origin}: no key "{key}" ({option}); the row has: {", ".join(row) or "no keys"}. '
+                f"Say which it is with --{option.replace('_', '-')}."
+            )
         return row[key]
 
     def _optional_object(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError
-from slime_core.materials import load_materials
-from slime_core.startup import StartOptions, start
+
+if TYPE_CHECKING:
+    from slime_core.materials import Materials
 
 
 def evaluate_words(words: Sequence[str]) -> None:
@@ -25,12 +27,17 @@ def evaluate_words(words: Sequence[str]) -> None:
             raise ConfigError(
                 "eval.datasets: no evaluation set; say --eval-prompt-data NAME PATH, or add one to the run file."
             )
-        print(json.dumps(asyncio.run(evaluate_once(run)), indent=2))
+        # torch comes with these: a mistake in the run file is told before.
+        from slime_core.materials import load_materials
+
+        print(json.dumps(asyncio.run(evaluate_once(run, load_materials(run))), indent=2))
 
 
-async def evaluate_once(run: BoundRun) -> dict[str, float]:
+async def evaluate_once(run: BoundRun, materials: Materials) -> dict[str, float]:
     """The metrics of every set, under the weights in model.hf_checkpoint."""
-    async with start(run, load_materials(run), StartOptions(), {}) as session:
+    from slime_core.startup import StartOptions, start
+
+    async with start(run, materials, StartOptions(), {}) as session:
         await session.publish()
         report, _ = await session.evaluator.evaluate(-1, session.state.version)
     return dict(report.metrics)

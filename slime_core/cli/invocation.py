@@ -15,7 +15,7 @@ from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
 from slime_core.config.load import merge, read_run_file, validate
 from slime_core.config.run import PrepareConfig
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry
 
 
@@ -65,11 +65,33 @@ def bind_invocation(words: Words) -> BoundRun:
     named = merge(tables, FlagTable.of(kernel).parse(words.flags, lenient=True))
     registry = Registry.from_environment(plugin_files(named, base), trace=trace)
     known = FlagTable.of([*kernel, *chosen_flags(named, registry)])
-    merged = merge(tables, known.parse(words.flags))
-    config = validate(merged, base=base)
-    if config.prepare is not None:
-        prepare(config.prepare, base)
-    return bind_run(config, registry, base=base)
+    problems: list[str] = []
+    try:
+        known.parse(words.flags)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        config = validate(merge(tables, known.parse(words.flags, lenient=True)), base=base)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems, *missing_plugin(named, registry)]) from None
+    try:
+        if config.prepare is not None and not problems:
+            prepare(config.prepare, base)
+        run = bind_run(config, registry, base=base)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def missing_plugin(named: Mapping[str, Any], registry: Registry) -> list[str]:
+    """What the binding would say of the first name that nothing answers to."""
+    try:
+        chosen_flags(named, registry, strict=True)
+    except PluginError as error:
+        return [str(error)]
+    return []
 
 
 def trace(line: str) -> None:

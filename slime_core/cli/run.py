@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from slime_core.errors import Interrupted
+
 
 def run(context: typer.Context) -> None:
     """Words are taken apart here, not by the option parser: which flags there are depends on the plugins."""
@@ -15,4 +17,7 @@ def run(context: typer.Context) -> None:
         return
     from slime_core.cli.training import run_words
 
-    run_words(words)
+    try:
+        run_words(words)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before the run had started; nothing has changed.") from None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slime_core.cli.console import Console
 from slime_core.cli.invocation import bind_invocation, take_apart
+from slime_core.cli.stop_signals import StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError, Interrupted
-from slime_core.loop import run_loop
-from slime_core.materials import Materials, load_materials
-from slime_core.session import Session
-from slime_core.startup import StartOptions, start
-from slime_core.summary import write_summary
+
+# The loop and the session bring torch, which takes seconds: a mistake in the run file is told before.
+if TYPE_CHECKING:
+    from slime_core.materials import Materials
+    from slime_core.session import Session
+    from slime_core.startup import StartOptions
 
 
 def run_words(words: Sequence[str]) -> None:
@@ -26,16 +26,21 @@ def run_words(words: Sequence[str]) -> None:
     typed = take_apart(
         words, switches=("dry-run", "fresh", "debug", "quiet"), options=("resume", "ckpt-step"), command="run"
     )
-    run = bind_invocation(typed)
-    materials = load_materials(run)
-    if typed.own.get("dry-run"):
-        print_dry_run(run, materials)
-        return
     step = typed.own.get("ckpt-step")
     if step is not None and not str(step).isdigit():
-        raise ConfigError(
-            f'--ckpt-step {step}: a number of rollout steps is wanted; "slime run" lists those there are.'
-        )
+        raise ConfigError(f"--ckpt-step {step}: a number of rollout steps is wanted, such as 4 for checkpoints/step_4.")
+    run = bind_invocation(typed)
+    from slime_core.materials import load_materials
+
+    materials = load_materials(run)
+    if typed.own.get("dry-run"):
+        from slime_core.launch.choose import choose_device
+
+        choose_device(run.config.launcher.device)
+        print_dry_run(run, materials)
+        return
+    from slime_core.startup import StartOptions
+
     resume = typed.own.get("resume")
     options = StartOptions(
         fresh=bool(typed.own.get("fresh")),
@@ -46,34 +51,31 @@ def run_words(words: Sequence[str]) -> None:
 
 
 async def train(run: BoundRun, materials: Materials, options: StartOptions, *, quiet: bool) -> None:
+    from slime_core.cli.console import Console
+    from slime_core.loop import run_loop
+    from slime_core.startup import start
+    from slime_core.summary import write_summary
+
     console = Console(run, quiet=quiet)
-    async with start(run, materials, options, {"slime/console": console}) as session:
-        listen_for_signals(session)
+    with StopSignals() as signals:
         try:
-            await run_loop(session)
-        except Interrupted as interrupted:
-            raise Interrupted(
-                f"{interrupted}; {session.state.rollout_id} of {session.num_rollout} steps are done and saved in "
-                f"{session.folder.path}. Start the same command again to go on."
-            ) from None
-        if run.config.checkpoint.save_hf:
-            await export_hf(session)
-        summary = write_summary(session)
+            async with start(run, materials, options, {"slime/console": console}) as session:
+                signals.started(session.stop_requested)
+                try:
+                    await run_loop(session)
+                except Interrupted as interrupted:
+                    raise signals.interrupted(
+                        f"{interrupted}; {session.state.rollout_id} of {session.num_rollout} steps are done and saved "
+                        f"in {session.folder.path}. Start the same command again to go on."
+                    ) from None
+                if run.config.checkpoint.save_hf:
+                    await export_hf(session)
+                summary = write_summary(session)
+        except asyncio.CancelledError:
+            if not signals.received:
+                raise
+            raise signals.interrupted("interrupted while starting; nothing has changed.") from None
     console.sum_up(summary, session.folder)
-
-
-def listen_for_signals(session: Session) -> None:
-    """The first Ctrl-C ends the run at the next clean point; the second one ends it at once."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        if session.stop_requested.is_set():
-            os._exit(130)
-        print("\nstopping after this step; Ctrl-C again ends at once, without saving", file=sys.stderr, flush=True)
-        session.stop_requested.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
 
 
 async def export_hf(session: Session) -> None:
@@ -105,6 +107,7 @@ def print_dry_run(run: BoundRun, materials: Materials) -> None:
                 "engines": run.config.launcher.num_engines,
                 "rows": None if source is None else source.num_rows,
                 "eval_rows": {name: found.num_rows for name, found in materials.eval_sources.items()},
+                "data": {} if source is None else dict(source.metrics),
                 "needs": sorted(run.algo.needs),
                 "plugins": dict(manifest.plugins),
                 "fingerprint": manifest.fingerprint,

@@ -30,12 +30,12 @@ class AlgoConfig(Table):
     """Log the KL loss term even at coefficient 0; a non-zero kl_loss_coef implies it."""
     kl_loss_coef: float = Field(0.0, ge=0)
     """Weight of the KL term in the loss."""
-    kl_loss_type: PluginTable = PluginTable(name="k3")
-    """Estimator of the KL term in the loss."""
+    kl_loss_type: PluginTable | None = None
+    """Estimator of the KL term in the loss; needed where there is one, and most recipes name it."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL penalty in the reward."""
-    kl_reward_type: PluginTable = PluginTable(name="k1")
-    """Estimator of the KL penalty in the reward."""
+    kl_reward_type: PluginTable | None = None
+    """Estimator of the KL penalty in the reward; needed where kl_coef is not 0."""
     use_unbiased_kl: bool = False
     """Multiply the KL of the loss by exp(l - old), which keeps it unbiased off-policy."""
     entropy_coef: float = 0.0

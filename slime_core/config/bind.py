@@ -90,6 +90,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path) -> BoundRun:
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
     evals = tuple(bind_eval_set(config, name, binder, reward, generate) for name in config.eval.datasets)
 
+    # What eval.defaults says is bound for each set.
+    binder.problems[:] = dict.fromkeys(binder.problems)
     if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter):
         raise ConfigError(binder.problems)
     assert algo and backend and engine and source and generate and collector and buffer_filter  # noqa: PT018
@@ -145,10 +147,15 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         *((f"shaping[{n}]", groups.ADVANTAGES, t, ShapingDriver) for n, t in enumerate(keys.shaping)),
         *((f"corrections[{n}]", groups.CORRECTIONS, t, None) for n, t in enumerate(keys.corrections)),
     ]
-    if keys.with_kl_loss:
-        slots.append(("kl_loss_type", groups.KL, keys.kl_loss_type, None))
-    if keys.kl_coef:
-        slots.append(("kl_reward_type", groups.KL, keys.kl_reward_type, None))
+    for key, wanted in (("kl_loss_type", keys.with_kl_loss), ("kl_reward_type", keys.kl_coef != 0)):
+        estimator = getattr(keys, key)
+        if wanted and estimator is None:
+            names = ", ".join(entry.name for entry in binder.registry.entries(groups.KL)) or "none is installed"
+            binder.problems.append(
+                f'algo.{key}: a KL term needs an estimator; recipe "{table.name}" names none: {names}.'
+            )
+        elif wanted:
+            slots.append((key, groups.KL, estimator, None))
     if keys.critic_loss is not None:
         slots.append(("critic_loss", groups.LOSSES, keys.critic_loss, None))
 
@@ -209,15 +216,22 @@ def bind_eval_set(
 ) -> BoundEvalSet:
     """Precedence per field: set > eval.defaults > eval_* > rollout_* (or the data table's key)."""
     own, evals, rollout, data = config.eval.datasets[name], config.eval, config.rollout, config.data
-    where = f"eval.datasets.{name}"
 
     def first(*values: Any) -> Any:
         return next((value for value in values if value is not None), None)
 
+    def bound(group: str, field: str, run_wide: Part | None) -> Part | None:
+        for table, where in (
+            (getattr(own, field), f"eval.datasets.{name}"),
+            (getattr(evals.defaults, field), "eval.defaults"),
+        ):
+            if table is not None:
+                return binder.part(group, table, f"{where}.{field}")
+        return run_wide
+
     def pick(field: str, *fallbacks: Any) -> Any:
         return first(getattr(own, field), getattr(evals.defaults, field), *fallbacks)
 
-    reward_table, generate_table = pick("reward"), pick("generate")
     fallback_temperature = first(evals.eval_temperature, rollout.rollout_temperature)
     return BoundEvalSet(
         name=name,
@@ -232,11 +246,9 @@ def bind_eval_set(
         repetition_penalty=pick("repetition_penalty", 1.0),
         stop=pick("stop", rollout.rollout_stop),
         stop_token_ids=pick("stop_token_ids", rollout.rollout_stop_token_ids),
-        reward=reward if reward_table is None else binder.part(groups.REWARDS, reward_table, f"{where}.reward"),
+        reward=bound(groups.REWARDS, "reward", reward),
         reward_key=pick("reward_key", evals.eval_reward_key, rollout.reward_key),
-        generate=generate
-        if generate_table is None
-        else binder.part(groups.GENERATORS, generate_table, f"{where}.generate"),
+        generate=bound(groups.GENERATORS, "generate", generate),
         input_key=pick("input_key", evals.eval_input_key, data.input_key),
         label_key=pick("label_key", evals.eval_label_key, data.label_key),
         tool_key=pick("tool_key", evals.eval_tool_key, data.tool_key),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.engine import Capability
@@ -22,6 +21,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         kl_terms,
         rewards,
         needs,
+        corrections,
         sampling,
         transport,
         layout,
@@ -128,6 +128,17 @@ def needs(run: BoundRun) -> list[str]:
     return []
 
 
+def corrections(run: BoundRun) -> list[str]:
+    if not run.algo.keys.use_rollout_logprobs:
+        return []
+    return [
+        f"algo.use_rollout_logprobs = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
+        "log-probs, which is then 0 by definition. Drop one of the two."
+        for part in run.algo.corrections
+        if Need.ROLLOUT_LOGPROBS in part.driver.needs
+    ]
+
+
 def sampling(run: BoundRun) -> list[str]:
     rollout = run.config.rollout
     cut = {"rollout_top_p": (rollout.rollout_top_p, 1.0), "rollout_top_k": (rollout.rollout_top_k, -1)}
@@ -152,9 +163,13 @@ def transport(run: BoundRun) -> list[str]:
 
 def layout(run: BoundRun) -> list[str]:
     problems: list[str] = list(run.engine.driver.problems(run.engine.config))
-    config_file = Path(run.config.model.hf_checkpoint) / "config.json"
-    model_config: Mapping[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    problems += run.backend.driver.problems(run.backend.config, run.num_ranks, model_config)
+    try:
+        model_config = json.loads((Path(run.config.model.hf_checkpoint) / "config.json").read_text())
+    except (OSError, ValueError):
+        # No folder, or a damaged one: loading it is what tells of that, and the backend has nothing to compare with.
+        pass
+    else:
+        problems += run.backend.driver.problems(run.backend.config, run.num_ranks, model_config)
     launcher = run.config.launcher
     if launcher.name == "local" and run.num_ranks != 1:
         problems.append(

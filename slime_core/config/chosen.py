@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from slime_core import groups
-from slime_core.config.algo import AlgoConfig
 from slime_core.config.flags import Flag, option_flags
 from slime_core.contracts.algorithm import Recipe
 from slime_core.errors import PluginError
@@ -24,7 +23,7 @@ TABLES: Final = {
 def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool = False) -> list[Flag]:
     """Plugins that cannot be resolved are left for the binding to report, unless `strict`."""
     finder = Finder(registry, strict)
-    flags = list(option_flags(AlgoConfig, ("algo",), "slime")) + algo_flags(tables, finder)
+    flags = algo_flags(tables, finder)
     for table, (group, prefix) in TABLES.items():
         name = name_of(tables.get(table))
         flags += finder.options(group, name, (table,), prefix=prefix.format(name=name.rpartition("/")[2]))

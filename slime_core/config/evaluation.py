@@ -112,9 +112,16 @@ class EvalConfig(Table):
         if isinstance(sets, list):
             if missing := [number for number, entry in enumerate(sets) if "name" not in entry]:
                 raise ValueError(f"datasets[{missing[0]}] has no name")
+            refuse_duplicates([entry["name"] for entry in sets])
             sets = {entry["name"]: {k: v for k, v in entry.items() if k != "name"} for entry in sets}
         pairs = list(value.pop("eval_prompt_data", ()))
         if len(pairs) % 2:
             raise ValueError(f"eval_prompt_data wants NAME PATH pairs, got {len(pairs)} words")
+        refuse_duplicates([*pairs[::2], *sets])
         named = {name: {"path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)}
         return value | {"datasets": named | {k: {"path": v} if isinstance(v, str) else v for k, v in sets.items()}}
+
+
+def refuse_duplicates(names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"the sets {', '.join(twice)} are named twice; every set has a name of its own")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from slime_core.config.algo import AlgoConfig
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.contracts.paths import FlagText
@@ -92,6 +93,8 @@ class FlagTable:
             flag, negated = self.find(name)
             if flag is None:
                 problems.append(self.unknown(name))
+                while not has_value and position < len(words) and not words[position].startswith("--"):
+                    position += 1
                 continue
             while not has_value and position < len(words) and not words[position].startswith("--"):
                 if values and not takes_many(flag.field.annotation):
@@ -100,7 +103,9 @@ class FlagTable:
                     break
                 values.append(words[position])
                 position += 1
-            if negated or (flag.is_switch and not values):
+            if negated and values:
+                problems.append(f"--{name} takes no value; say --{'.'.join(flag.path)} {values[0]}.")
+            elif negated or (flag.is_switch and not values):
                 overrides.append((flag.path, not negated))
             elif not values:
                 problems.append(f"--{name} wants a value.")
@@ -115,8 +120,9 @@ class FlagTable:
         spelled = name.replace("_", "-") if "." not in name else name.replace("-", "_")
         if spelled in self.by_name:
             return self.by_name[spelled], False
-        if spelled.startswith("no-") and (flag := self.by_name.get(spelled[3:])) is not None and flag.is_switch:
-            return flag, True
+        positive = self.by_name.get(spelled[3:]) if spelled.startswith(("no-", "no_")) else None
+        if positive is not None and positive.is_switch:
+            return positive, True
         return None, False
 
     def unknown(self, name: str) -> str:
@@ -130,22 +136,25 @@ class FlagTable:
 
 def kernel_flags() -> list[Flag]:
     """The flags of the kernel's own tables, and one for each plugin table's name."""
-    return list(walk(RunConfig, ()))
+    return [*walk(RunConfig, ()), *option_flags(AlgoConfig, ("algo",), "slime")]
 
 
 def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
     for key, info in model.model_fields.items():
         inner = bare_type(info.annotation)
         if isinstance(inner, type) and issubclass(inner, PluginTable):
-            yield Flag(name=key.replace("_", "-"), path=(*path, key, "name"), owner="slime", field=NAME_FIELD)
+            yield Flag(name=short_name(path, key), path=(*path, key, "name"), owner="slime", field=NAME_FIELD)
         elif isinstance(inner, type) and issubclass(inner, BaseModel):
             if "name" in inner.model_fields:
                 yield Flag(name=key, path=(*path, key, "name"), owner="slime", field=inner.model_fields["name"])
             yield from (flag for flag in walk(inner, (*path, key)) if flag.path != (*path, key, "name"))
         else:
-            # Tables inside tables repeat the names of what they override: those are said by their dotted path.
-            short = key.replace("_", "-") if len(path) < 2 else ".".join((*path, key))
-            yield Flag(name=short, path=(*path, key), owner="slime", field=info)
+            yield Flag(name=short_name(path, key), path=(*path, key), owner="slime", field=info)
+
+
+def short_name(path: tuple[str, ...], key: str) -> str:
+    """Tables inside tables repeat the names of what they override: those are said by their dotted path."""
+    return key.replace("_", "-") if len(path) < 2 else ".".join((*path, key))
 
 
 NAME_FIELD = PluginTable.model_fields["name"]

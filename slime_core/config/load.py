@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from slime_core.config.flags import bare_type
+from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.errors import ConfigError
 from slime_core.registry.options import problem_line
@@ -34,16 +36,31 @@ def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], An
     """`tables` with each (path, value) set. A table written as a plain name grows into one; giving a table another
     `name` drops the options that stood beside the old one."""
     result = dict(tables)
-    for path, value in overrides:
+    # Names first, or an option that was typed before its table's name would be dropped with the old ones.
+    for path, value in sorted(overrides, key=lambda override: override[0][-1] != "name"):
         table = result
-        for key in path[:-1]:
+        for depth, key in enumerate(path[:-1]):
             inner = table.get(key)
+            if not isinstance(inner, Mapping | str | None):
+                where = ".".join(path[: depth + 1])
+                raise ConfigError(f"{'.'.join(path)}: {where} is not a table; set {where} as a whole.")
             table[key] = {"name": inner} if isinstance(inner, str) else dict(inner or {})
             table = table[key]
-        if path[-1] == "name" and table.get("name", value) != value:
+        if path[-1] == "name" and table.get("name", value) != value and names_a_plugin(path):
             table.clear()
         table[path[-1]] = value
     return result
+
+
+def names_a_plugin(path: Sequence[str]) -> bool:
+    """False for the name of the run and for those of the kernel's own tables, whose options stay when it changes."""
+    table: Any = RunConfig
+    for key in path[:-1]:
+        info = table.model_fields.get(key)
+        table = None if info is None else bare_type(info.annotation)
+        if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            return True
+    return bool(issubclass(table, PluginTable))
 
 
 def validate(tables: Mapping[str, Any], *, base: Path) -> RunConfig:

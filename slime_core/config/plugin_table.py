@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 
 class PluginTable(BaseModel):
@@ -19,6 +21,10 @@ class PluginTable(BaseModel):
     @classmethod
     def from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler.resolve_ref_schema(handler(core_schema))]}
 
     @property
     def options(self) -> Mapping[str, Any]:

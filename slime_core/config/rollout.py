@@ -46,7 +46,7 @@ class RolloutConfig(Table):
     collector: PluginTable = PluginTable(name="accepted")
     """How groups come together; `replay` takes them from a dump."""
     max_filtered_groups: int | None = Field(None, gt=0)
-    """Rejected groups in one step after which the run fails; by default 10 x rollout_batch_size."""
+    """With so many rejected groups in one step the run fails; by default 10 x rollout_batch_size."""
     max_retries: int = Field(3, ge=0)
     """How often a failed sample is generated again."""
     on_failed_group: Literal["requeue", "drop"] = "requeue"
@@ -54,7 +54,7 @@ class RolloutConfig(Table):
     refill: Literal["drained", "eager"] = "drained"
     """When slots of rejected groups are filled again: once everything in flight has ended, which keeps batch composition,
     and so every bit, reproducible; or at once, which is faster with long tails."""
-    ahead: Literal[0, 1] = 0
+    ahead: int = Field(0, ge=0, le=1)
     """Steps that rollouts run ahead of training."""
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""

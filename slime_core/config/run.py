@@ -132,7 +132,7 @@ class RunConfig(Table):
     plugin: tuple[RunPath, ...] = ()
     """Single-file plugins."""
     required_plugins: tuple[str, ...] = ()
-    """Requirements that installed plugins must meet, such as slime-grpo>=0.1."""
+    """Requirements that installed plugins must meet, such as acme-slime-reward>=1.2."""
     prepare: PrepareConfig | None = None
     """Makes model and data when they are missing."""
     model: ModelConfig

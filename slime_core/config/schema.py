@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from slime_core.config.chosen import chosen_flags
-from slime_core.config.flags import Flag
+from slime_core.config.flags import Flag, kernel_flags
 from slime_core.config.run import RunConfig
 from slime_core.registry import Registry
 
@@ -16,10 +16,10 @@ from slime_core.registry import Registry
 def run_schema(chosen: Mapping[str, str]) -> dict[str, Any]:
     """`chosen` maps tables (backend, engine, algo, reward) to plugin names. PluginError for an unknown one."""
     schema = RunConfig.model_json_schema(mode="validation")
-    flags = chosen_flags(chosen, Registry.from_environment(), strict=True)
+    flags = [*kernel_flags(), *chosen_flags(chosen, Registry.from_environment(), strict=True)]
     definitions = schema.setdefault("$defs", {})
     for table, name in chosen.items():
-        owned = [flag for flag in flags if flag.path[0] == table]
+        owned = [flag for flag in flags if flag.path[0] == table and flag.path[1:] != ("name",)]
         title = f"{table}_{name}".replace("/", "_").replace("-", "_")
         definitions[title] = {
             "type": "object",

@@ -58,7 +58,7 @@ class TrainConfig(OptimizerConfig):
     balance_data: bool = True
     """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
     max_skipped_steps: int = Field(3, ge=0)
-    """The run fails after this many non-finite optimiser steps in a row."""
+    """Non-finite optimiser steps in a row that are skipped; one more and the run fails."""
     on_short_batch: Literal["error", "train"] = "error"
     """When failures leave fewer rollouts than a step needs."""
     ref_update_interval: int | None = Field(None, gt=0)

@@ -170,7 +170,7 @@ class Trainers:
             **sums,
             "grad_norm": first.grad_norm,
             "lr-pg_0": first.lr,
-            "skipped": float(any(report.skipped for report in reports)),
+            "skipped_steps": float(any(report.skipped for report in reports)),
         }
 
 

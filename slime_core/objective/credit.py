@@ -46,6 +46,9 @@ class CreditedBatch:
     step_of_sample: Int64
     """(S,) the optimiser step that trains a sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the whole batch, with their prefix."""
+    step_metrics: tuple[Mapping[str, float], ...] = ()
+    """Of the corrections, for each optimiser step, without prefix."""
 
 
 def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> CreditedBatch:
@@ -68,6 +71,7 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
         advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
         require_finite("advantages", advantages, batch)
         returns = advantages if credit.returns is None else np.where(mask, credit.returns, np.float32(0))
+        require_finite("returns", returns, batch)
         if rules.normalize_advantages:
             advantages = whiten(advantages, mask)
         columns = columns.with_columns(advantages=advantages, returns=returns.astype(np.float32))
@@ -77,13 +81,37 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
         metrics["rollout/advantages"] = mean(advantages[mask])
         metrics["rollout/returns"] = mean(returns[mask])
 
+    step_metrics: list[dict[str, float]] = [{} for _ in range(count_steps(step_of_sample))]
     for correction in rules.corrections:
-        corrected = correction.correct_batch(batch, columns)
-        weights = np.where(corrected.keep, corrected.weights, np.float32(0)).astype(np.float32)
+        weights, of_steps = correct_steps(correction, batch, columns, step_of_sample)
+        require_finite("correction weights", weights, batch)
         before = columns.correction
         columns = columns.with_columns(correction=weights if before is None else before * weights)
-        metrics |= {name: mean(values[mask]) for name, values in corrected.metrics.items()}
-    return CreditedBatch(columns=columns, step_of_sample=step_of_sample, metrics=metrics)
+        step_metrics = [known | new for known, new in zip(step_metrics, of_steps, strict=True)]
+    return CreditedBatch(
+        columns=columns, step_of_sample=step_of_sample, metrics=metrics, step_metrics=tuple(step_metrics)
+    )
+
+
+def correct_steps(
+    correction: OffPolicyCorrection, batch: Batch, columns: TokenColumns, step_of_sample: Int64
+) -> tuple[Float32, list[dict[str, float]]]:
+    """The (M,) weights, 0 where a token is masked or was not trained anyway, and each step's metrics. One call for each
+    optimiser step: what a correction normalises by is a step's, not the batch's."""
+    weights = np.zeros(len(batch.mask), np.float32)
+    metrics: list[dict[str, float]] = []
+    for step in range(count_steps(step_of_sample)):
+        samples = np.flatnonzero(step_of_sample == step)
+        rows = batch.response_rows(samples)
+        corrected = correction.correct_batch(batch.take(samples), columns.take(rows))
+        trained = batch.mask[rows].astype(np.bool_)
+        weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
+        metrics.append({name: mean(values[trained]) for name, values in corrected.metrics.items()})
+    return weights, metrics
+
+
+def count_steps(step_of_sample: Int64) -> int:
+    return int(step_of_sample.max(initial=-1)) + 1
 
 
 def reward_kl(mask: Bool, columns: TokenColumns, rules: CreditRules) -> Float32 | None:

@@ -78,10 +78,10 @@ class TokenObjective:
         policy = torch.where(mask, output.values, 0.0)
         metrics = dict(output.metrics)
         if columns.correction is not None:
-            policy = policy * columns.correction
+            policy = policy * torch.where(mask, columns.correction, 0.0)
         for correction, needs in self.corrections:
             correction_output = correction.correct_loss(withhold(everything, needs, self.reads_values), segments)
-            policy = policy * correction_output.weights
+            policy = policy * torch.where(mask, correction_output.weights, 0.0)
             metrics |= correction_output.metrics
 
         total = policy

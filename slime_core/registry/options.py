@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from slime_core.errors import ConfigError, near_matches
 from slime_core.registry.resolved import Resolved
@@ -125,13 +126,23 @@ def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
     """The nested model that the options under `path` belong to; None where that cannot be told."""
     from pydantic import BaseModel
 
+    here: Any = model
     for part in path:
-        field = model.model_fields.get(part)
-        nested = field.annotation if field is not None else None
-        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
-            return None
-        model = nested
-    return model
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            field = here.model_fields.get(part)
+            here = None if field is None else _without_none(field.annotation)
+        else:
+            # A list's or a mapping's values; the path has their number or key.
+            here = _without_none(next((arg for arg in reversed(get_args(here)) if arg is not ...), None))
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _without_none(annotation: Any) -> Any:
+    """`X` of `X | None`."""
+    if get_origin(annotation) in (Union, UnionType):
+        rest = [arg for arg in get_args(annotation) if arg is not NoneType]
+        return rest[0] if len(rest) == 1 else None
+    return annotation
 
 
 def _shown(value: Any) -> str:

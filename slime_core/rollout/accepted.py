@@ -7,19 +7,22 @@ if neither acceptance nor refilling depends on which answer happened to come fir
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from slime_core.buffer.item import BufferItem
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.collector import Collector
-from slime_core.contracts.filter import FilterDecision
+from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.errors import RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
 from slime_core.types.sample import SampleGroup
+
+ABORT_INTERVAL_S: Final = 3.0
+"""An abort is repeated until every task has ended: one may have missed a request on its way to an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class AcceptedGroups(Collector):
             while len(tally.accepted) < target:
                 if not in_flight:
                     missing = target - len(tally.accepted)
-                    in_flight += self._submit(context, math.ceil(missing * config.wave / target), step)
+                    in_flight += self._submit(context, -(-missing * config.wave // target), step)
                 group = await in_flight[0].running.task
                 submitted = in_flight.popleft()
                 reason = self._judge(group, submitted, tally, len(in_flight), step, context)
@@ -94,17 +97,21 @@ class AcceptedGroups(Collector):
             if context.config.on_failed_group == "requeue":
                 tally.returned.append(submitted.item.as_returned(step))
             return "failed"
-        decision = first_refusal(group, context)
+        if is_aborted(group):
+            # Nobody here asked for it: an engine ended it, and what it has is no answer.
+            context.counts["rollout/aborted_groups"] += 1
+            tally.returned.append(submitted.item.as_returned(step))
+            return "aborted"
         candidates = len(tally.accepted) + 1 + num_in_flight
-        insufficient = candidates <= context.config.rollout_batch_size
-        if decision.keep or (decision.keep_when_insufficient and insufficient):
+        decision = first_refusal(group, context.filters, insufficient=candidates <= context.config.rollout_batch_size)
+        if decision is None:
             return None
         context.counts[f"rollout/dynamic_filter/drop_{decision.reason}"] += 1
         return decision.reason
 
     def _check_limit(self, tally: Tally, step: int, config: RolloutConfig) -> None:
         limit = config.max_filtered_groups or 10 * config.rollout_batch_size
-        if tally.rejected.total() > limit:
+        if tally.rejected.total() >= limit:
             reasons = ", ".join(f"{name} {count}" for name, count in tally.rejected.most_common())
             raise RolloutError(
                 f"step {step}: {tally.rejected.total()} groups were rejected while {len(tally.accepted)} of "
@@ -115,10 +122,12 @@ class AcceptedGroups(Collector):
     async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted]) -> None:
         if not in_flight:
             return
-        groups = [submitted.running for submitted in in_flight]
+        tasks = [submitted.running.task for submitted in in_flight]
         assert context.runner is not None
-        await context.runner.abort(groups)
-        for result in await asyncio.gather(*(group.task for group in groups), return_exceptions=True):
+        while running := [submitted.running for submitted in in_flight if not submitted.running.task.done()]:
+            await context.runner.abort(running)
+            await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, BaseException):
                 context.counts["rollout/failed_groups"] += 1
             elif is_aborted(result):
@@ -127,7 +136,11 @@ class AcceptedGroups(Collector):
                 context.counts["rollout/surplus_groups"] += 1
 
 
-def first_refusal(group: SampleGroup, context: RolloutContext) -> FilterDecision:
-    """The decision of the first filter that drops the group, or to keep it."""
-    decisions = (group_filter.decide(group) for group_filter in context.filters)
-    return next((decision for decision in decisions if not decision.keep), FilterDecision(keep=True))
+def first_refusal(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: bool) -> FilterDecision | None:
+    """The decision of the first filter that drops the group; None if none does. `insufficient`: too few candidates
+    remain to drop it on a filter's mere preference."""
+    for group_filter in filters:
+        decision = group_filter.decide(group)
+        if not decision.keep and not (decision.keep_when_insufficient and insufficient):
+            return decision
+    return None

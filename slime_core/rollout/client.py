@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError
-from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 
 class EngineHandle(Protocol):
@@ -64,7 +64,9 @@ class EngineClient:
         if waiting:
             self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
             for request in waiting:
-                self._answers.pop(request.request_id).set_result(Completion.aborted(request))
+                answer = self._answers.pop(request.request_id)
+                if not answer.done():
+                    answer.set_result(Completion.empty(request, FinishReason.ABORT))
         running = [request_id for request_id in request_ids if request_id in self._answers]
         if running:
             await self.each("abort", running)
@@ -81,6 +83,8 @@ class EngineClient:
             return await answer
         finally:
             self._answers.pop(request.request_id, None)
+            if answer.cancelled() and request in self._waiting:
+                self._waiting.remove(request)
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:
@@ -113,7 +117,9 @@ class EngineClient:
         failure: Exception = EngineError(f"engine {number} ended its answer before all requests were done")
         try:
             async for completion in self._engines[number].generate(requests):
-                open_ids.discard(completion.request_id)
+                if completion.request_id not in open_ids:
+                    raise EngineError(f"engine {number} answered {completion.request_id}, which it was not asked for")
+                open_ids.remove(completion.request_id)
                 self._running[number] -= 1
                 answer = self._answers.get(completion.request_id)
                 if answer is not None and not answer.done():
@@ -128,6 +134,8 @@ class EngineClient:
                 answer = self._answers.get(request_id)
                 if answer is not None and not answer.done():
                     answer.set_exception(failure)
+            if self._waiting:
+                self._plan_flush()
 
 
 def around(middleware: RouterMiddleware, call_next: Next) -> Next:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trajectory import Trajectory
-from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class EngineEpisode:
-    """Numbers the turns of one answer, and gives each its own request id and seed."""
+    """Numbers the turns of one answer, and gives each its own request id and seed. Once `stop` is set, or with no room
+    left for a token, it answers by itself: with nothing."""
 
     def __init__(
         self,
@@ -29,7 +31,9 @@ class EngineEpisode:
         index: int,
         position: int,
         scope: str,
+        attempt: int,
         seed: int,
+        stop: asyncio.Event,
         sampling: SamplingParams,
         max_context_len: int | None,
         client: EngineClient,
@@ -45,7 +49,10 @@ class EngineEpisode:
         self._index = index
         self._position = position
         self._scope = scope
+        # A retry needs request ids of its own; its seeds stay, so that it repeats what was lost.
+        self._id = f"{scope}/{index}" if attempt == 0 else f"{scope}.{attempt}/{index}"
         self._seed = seed
+        self._stop = stop
         self._max_context_len = max_context_len
         self._client = client
         self._kept = kept
@@ -63,11 +70,15 @@ class EngineEpisode:
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         turn = len(self.request_ids)
         request = GenerateRequest(
-            request_id=f"{self._scope}/{self._index}/{turn}",
+            request_id=f"{self._id}/{turn}",
             token_ids=np.asarray(token_ids, np.int32),
             sampling=sampling,
             seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
-            session_id=f"{self._scope}/{self._index}",
+            session_id=self._id,
         )
         self.request_ids.append(request.request_id)
+        if self._stop.is_set():
+            return Completion.empty(request, FinishReason.ABORT)
+        if sampling.max_new_tokens <= 0:
+            return Completion.empty(request, FinishReason.LENGTH)
         return await self._client.generate(request)

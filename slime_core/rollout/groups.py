@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from slime_core.config.bound import Part
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, RewardError
+from slime_core.errors import EngineError, PluginError, RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.rewards import RewardPool
@@ -47,6 +47,8 @@ class RunningGroup:
     prompt: Prompt
     task: asyncio.Task[SampleGroup]
     episodes: list[EngineEpisode]
+    stop: asyncio.Event
+    """Set by an abort: what the group would ask the engines next is answered with nothing."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -89,20 +91,32 @@ class GroupRunner:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
         they are, unfinished ones continued."""
         episodes: list[EngineEpisode] = []
-        by_index = {sample.index: sample for sample in kept}
+        stop = asyncio.Event()
+        by_index: dict[int, list[Sample]] = {}
+        for sample in kept:
+            by_index.setdefault(sample.index, []).append(sample)
         return RunningGroup(
-            prompt=prompt, episodes=episodes, task=asyncio.create_task(self._run(prompt, episodes, by_index))
+            prompt=prompt,
+            episodes=episodes,
+            stop=stop,
+            task=asyncio.create_task(self._run(prompt, episodes, stop, by_index)),
         )
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
-        """Ends what these groups have in the engines; their tasks end with aborted samples."""
+        """Ends what these groups have in the engines; their tasks end with aborted samples. To be repeated until they
+        have: a request may be on its way to an engine that does not know it yet."""
+        for group in groups:
+            group.stop.set()
         await self._client.abort([request_id for group in groups for request_id in group.request_ids])
 
-    async def _run(self, prompt: Prompt, episodes: list[EngineEpisode], kept: dict[int, Sample]) -> SampleGroup:
+    async def _run(
+        self, prompt: Prompt, episodes: list[EngineEpisode], stop: asyncio.Event, kept: Mapping[int, list[Sample]]
+    ) -> SampleGroup:
         answers = []
         for position in range(self.settings.num_samples):
             index = prompt.group_index * self.settings.num_samples + position
-            answers.append(asyncio.create_task(self._answer(prompt, episodes, index, position, kept.get(index))))
+            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []))
+            answers.append(asyncio.create_task(work))
         try:
             samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
         except BaseException:
@@ -113,29 +127,37 @@ class GroupRunner:
         return await self._score(group)
 
     async def _answer(
-        self, prompt: Prompt, episodes: list[EngineEpisode], index: int, position: int, kept: Sample | None
+        self,
+        prompt: Prompt,
+        episodes: list[EngineEpisode],
+        stop: asyncio.Event,
+        index: int,
+        position: int,
+        kept: Sequence[Sample],
     ) -> Sequence[Sample]:
-        if kept is not None and kept.status in (Status.COMPLETED, Status.TRUNCATED):
-            return [kept]
+        if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
+            return kept
         for attempt in range(self.settings.max_retries + 1):
             episode = EngineEpisode(
                 prompt=prompt,
                 index=index,
                 position=position,
-                # A retry needs ids of its own; the seed stays, so that it repeats what was lost.
-                scope=self.settings.scope if attempt == 0 else f"{self.settings.scope}.{attempt}",
+                scope=self.settings.scope,
+                attempt=attempt,
                 seed=self.settings.seed,
+                stop=stop,
                 sampling=self.settings.sampling,
                 max_context_len=self.settings.max_context_len,
                 client=self._client,
                 tokenizer=self._tokenizer,
                 evaluation=self.settings.evaluation,
-                kept=kept,
+                # An answer that was made into several samples cannot be gone on with: it starts anew.
+                kept=kept[0] if len(kept) == 1 else None,
             )
             episodes.append(episode)
             try:
-                return await self._generator.generate(episode)
-            except EngineError:
+                return check_samples(await self._generator.generate(episode), self._generator)
+            except (EngineError, PluginError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
@@ -151,8 +173,25 @@ class GroupRunner:
             if not self.settings.fail_sample_on_reward_failure:
                 raise
             self._on_failure(SampleFailure(group.prompt, group.samples[0].index, 1, False, error))
-            failed = tuple(replace(s, status=Status.FAILED, reward=None, remove_sample=True) for s in group.samples)
-            return replace(group, samples=failed)
+            return replace(group, samples=tuple(mark_failed(sample) for sample in group.samples))
+
+
+def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
+    """PluginError unless there is one, and all its vectors fit its response: a batch of columns would not notice."""
+    who = f"generator {type(generator).__name__}"
+    if not samples:
+        raise PluginError(f"{who} returned no sample; an answer without a response is a sample too.")
+    for sample in samples:
+        length = sample.response_length
+        lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
+        if wrong := {name: found for name, found in lengths.items() if found != length}:
+            raise PluginError(f"{who}: sample {sample.index} has {length} response tokens, but {wrong}.")
+        if sample.prompt_length < 1 or any(not 0 <= start <= end <= length for _, start, end in sample.spans):
+            raise PluginError(
+                f"{who}: sample {sample.index} has prompt_length {sample.prompt_length} and spans "
+                f"{[tuple(span) for span in sample.spans]} with {length} response tokens."
+            )
+    return samples
 
 
 def failed_sample(prompt: Prompt, index: int) -> Sample:
@@ -169,6 +208,11 @@ def failed_sample(prompt: Prompt, index: int) -> Sample:
         status=Status.FAILED,
         remove_sample=True,
     )
+
+
+def mark_failed(sample: Sample) -> Sample:
+    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
+    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)
 
 
 def is_failed(group: SampleGroup) -> bool:

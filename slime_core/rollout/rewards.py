@@ -7,6 +7,7 @@ not a finite number is reported with the prompt it happened on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import multiprocessing
@@ -31,13 +32,20 @@ class RewardPool:
     def __init__(self, plugin_files: Sequence[PluginFile], *, workers: int, timeout_s: float) -> None:
         self._plugin_files = tuple(plugin_files)
         self._timeout_s = timeout_s
+        # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
+        self._specs: list[str] = []
         # spawn: forking a process that has torch's threads can deadlock.
         self._pool = ProcessPool(
-            max_workers=workers, context=multiprocessing.get_context("spawn"), initializer=ignore_interrupts
+            max_workers=workers,
+            context=multiprocessing.get_context("spawn"),
+            initializer=start_worker,
+            initargs=(self._specs, self._plugin_files),
         )
 
     async def warm(self, spec: PartSpec) -> None:
-        """Imports the reward in a worker, so that the first group does not wait for it (nor its time limit run)."""
+        """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
+        does. Raises what building it raises."""
+        self._specs.append(spec.to_json())
         await asyncio.wrap_future(self._pool.schedule(build_reward, args=(spec.to_json(), self._plugin_files)))
 
     async def score(self, spec: PartSpec, group: SampleGroup, reward_key: str | None) -> SampleGroup:
@@ -100,15 +108,22 @@ def finite(value: object, where: str) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise RewardError(f"{where}: returned {value!r}, which is not a number.") from None
+        number = None
+    # Text converts too, but a reward that returns some did not mean a number.
+    if number is None or isinstance(value, (str, bytes)):
+        raise RewardError(f"{where}: returned {value!r}, which is not a number.")
     if not math.isfinite(number):
         raise RewardError(f"{where}: returned {number}; rewards must be finite.")
     return number
 
 
-def ignore_interrupts() -> None:
-    """Ctrl-C goes to the whole process group; the run decides when its workers end."""
+def start_worker(specs: Sequence[str], plugin_files: tuple[PluginFile, ...]) -> None:
+    """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for spec in specs:
+        # It says why when it is called; here it would only break the pool.
+        with contextlib.suppress(Exception):
+            build_reward(spec, plugin_files)
 
 
 @functools.cache
@@ -123,4 +138,4 @@ def build_reward(spec: str, plugin_files: tuple[PluginFile, ...]) -> None:
 
 
 def score_group(spec: str, plugin_files: tuple[PluginFile, ...], group: SampleGroup) -> Sequence[RewardValue]:
-    return reward_of(spec, plugin_files).score(group)
+    return list(reward_of(spec, plugin_files).score(group))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status, VersionSpan
@@ -52,6 +52,11 @@ class Trajectory:
     def append_completion(self, completion: Completion) -> None:
         """What the model wrote. Sets the status from the finish reason."""
         length = len(completion.token_ids)
+        if len(completion.log_probs) != length:
+            raise EngineError(
+                f"request {completion.request_id}: the engine answered with {length} tokens and "
+                f"{len(completion.log_probs)} log-probs"
+            )
         self._spans += [VersionSpan(v, s + self._length, e + self._length) for v, s, e in completion.spans if e > s]
         self._append(completion.token_ids, np.ones(length, np.uint8), completion.log_probs)
         self.status = STATUS_OF_FINISH[completion.finish_reason]
@@ -95,8 +100,3 @@ class Trajectory:
         self._mask.append(mask)
         self._log_probs.append(np.asarray(log_probs, np.float32))
         self._length += len(tokens)
-
-
-def mark_failed(sample: Sample) -> Sample:
-    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
-    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)

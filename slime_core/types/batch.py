@@ -36,7 +36,7 @@ def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Samples in submission order. `mask` is final: removed and unscored samples are already 0 in it."""
+    """Samples in submission order. `mask` is final: removed, aborted and failed samples are already 0 in it."""
 
     index: Int64
     group_index: Int64

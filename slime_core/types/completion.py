@@ -64,12 +64,12 @@ class Completion:
     """Engine-specific counters, such as speculative decoding's, by metric name."""
 
     @classmethod
-    def aborted(cls, request: GenerateRequest) -> Completion:
-        """The answer to a request that was ended before an engine saw it."""
+    def empty(cls, request: GenerateRequest, reason: FinishReason) -> Completion:
+        """The answer to a request that no engine saw: it was ended before, or has no room for a token."""
         return cls(
             request_id=request.request_id,
             token_ids=np.empty(0, np.int32),
             log_probs=np.empty(0, np.float32),
-            finish_reason=FinishReason.ABORT,
+            finish_reason=reason,
             spans=(),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class EngineWorker:
     async def start(self) -> EngineInfo:
         return await self._engine.start(self._spec.setup)
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
         """Completions as they end. All requests enter the engine in one turn of its loop, in order."""
         answers = [asyncio.create_task(self._engine.generate([request])) for request in requests]
         try:

@@ -28,7 +28,11 @@ def ranks(folders, tmp_path_factory):
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
     def saved(name):
-        return [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(2)]
+        parts = [torch.load(out / f"{name}.{rank}.pt", weights_only=True) for rank in range(2)]
+        return [
+            {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+            for part in parts
+        ]
 
     saved.folder = out
     return saved
@@ -110,6 +114,15 @@ def test_one_rank_continues_what_two_ranks_saved(ranks, folders, start, pack, sa
         backend.train_step([pack(samples)], sequence_policy())
     for name, weight in weights_of(backend).items():
         torch.testing.assert_close(weight, straight[name], rtol=2e-3, atol=2e-4)
+
+
+def test_a_value_head_on_two_ranks(ranks, folders, start, pack, samples):
+    backend = start(folders("qwen3"), head="value")
+    for part in ranks("value"):
+        np.testing.assert_array_equal(part["loaded"], part["saved"])
+        assert np.abs(part["trained"] - part["saved"]).max() > 1e-3
+    backend.load(ranks.folder / "critic")
+    np.testing.assert_allclose(backend.score([pack(samples)])[0].values, part["saved"], rtol=1e-5, atol=1e-5)
 
 
 def test_a_broken_folder_is_reported_by_every_rank(ranks):

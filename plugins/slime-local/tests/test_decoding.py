@@ -68,7 +68,7 @@ async def test_many_rows(linear, engines, qwen3):
 async def test_requests_that_come_later(engines, qwen3):
     engine = await engines(qwen3, max_running=4)
     model = oracle.plain_model(qwen3)
-    prompts = oracle.prompts(6, seed=3) + [np.arange(3, 28, dtype=np.int32)]
+    prompts = [*oracle.prompts(6, seed=3), np.arange(3, 28, dtype=np.int32)]
 
     async def one(index):
         for _ in range(3 * index):

@@ -14,8 +14,10 @@ from slime_local.plugin import Direct, Local
 def test_entry_points():
     (engine,) = entry_points(group="slime.engines", name="local")
     (transport,) = entry_points(group="slime.transports", name="direct")
-    assert engine.load() is Local and transport.load() is Direct
-    assert Local.transports == ("direct",) and Direct.serves == ("local",)
+    assert engine.load() is Local
+    assert transport.load() is Direct
+    assert Local.transports == ("direct",)
+    assert Direct.serves == ("local",)
 
 
 def test_importing_the_drivers_is_light():

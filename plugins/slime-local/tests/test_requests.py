@@ -82,7 +82,8 @@ async def test_context_bounds_the_response(engines, qwen3):
     out = await engine.generate([oracle.request(n, np.full(n, 4), max_new_tokens=6, min_new_tokens=6) for n in lengths])
     assert [len(answer.token_ids) for answer in out] == [6, 4, 1, 0, 0]
     assert all(answer.finish_reason is FinishReason.LENGTH for answer in out)
-    assert out[3].spans == () and len(out[3].log_probs) == 0
+    assert out[3].spans == ()
+    assert len(out[3].log_probs) == 0
 
 
 async def test_edges(engines, qwen3):
@@ -92,7 +93,8 @@ async def test_edges(engines, qwen3):
     none, one = await engine.generate(
         [oracle.request("none", [5, 6], max_new_tokens=0), oracle.request("one", [5], max_new_tokens=1, temperature=0)]
     )
-    assert len(none.token_ids) == 0 and none.finish_reason is FinishReason.LENGTH
+    assert len(none.token_ids) == 0
+    assert none.finish_reason is FinishReason.LENGTH
     assert one.token_ids.tolist() == oracle.greedy(model, [5], 1)
     assert [(s.start, s.end, s.version) for s in one.spans] == [(0, 1, -1)]
 
@@ -146,7 +148,8 @@ async def test_abort_one_and_all(engines, qwen3):
     sizes = [len(answer.token_ids) for answer in out]
     assert all(answer.finish_reason is FinishReason.ABORT for answer in out)
     assert 0 < sizes[1] < sizes[0] == sizes[2] < 60
-    assert sizes[4] == 0 and 0 < sizes[3] < sizes[0]
+    assert sizes[4] == 0
+    assert 0 < sizes[3] < sizes[0]
     for answer, complete in zip(out, whole, strict=True):
         size = len(answer.token_ids)
         assert answer.token_ids.tolist() == complete.token_ids[:size].tolist()

@@ -73,9 +73,11 @@ async def test_new_weights_under_running_requests(options, engines, qwen3):
     out = await running
     seen = set()
     for prompt, answer in zip(prompts, out, strict=True):
-        assert answer.spans[0].start == 0 and answer.spans[-1].end == len(answer.token_ids)
+        assert answer.spans[0].start == 0
+        assert answer.spans[-1].end == len(answer.token_ids)
         for one, two in zip(answer.spans, answer.spans[1:], strict=False):
-            assert one.end == two.start and one.version < two.version
+            assert one.end == two.start
+            assert one.version < two.version
         for version, start, end in answer.spans:
             seen.add((version, len(answer.spans)))
             expected = oracle.log_probs(versions[version], prompt, answer.token_ids)[start:end]
@@ -95,7 +97,8 @@ async def test_pause_holds_and_abort_still_answers(engines, qwen3):
     later = asyncio.ensure_future(engine.generate([oracle.request(1, [3])]))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert engine._decoder._slots.end == size and not later.done()
+    assert engine._decoder._slots.end == size
+    assert not later.done()
     await engine.abort(["0"])
     assert 0 < len((await running)[0].token_ids) < 50
     await engine.resume()
@@ -126,7 +129,8 @@ async def test_damaged_bucket(engines, qwen3):
     data[100] ^= 1
     with pytest.raises(EngineError, match="engine 0: bucket 0 of version 7 is damaged"):
         await engine.load_bucket(dataclasses.replace(good[0], data=data))
-    assert await engine.checksum() == before and await engine.version() == -1
+    assert await engine.checksum() == before
+    assert await engine.version() == -1
     with pytest.raises(EngineError, match="out of order"):
         await engine.load_bucket(good[1])
     await load(engine, good)

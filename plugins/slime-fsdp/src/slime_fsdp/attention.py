@@ -174,6 +174,8 @@ def far_apart(one: float, other: float) -> bool:
     return max(one, other) > min(one, other) * MAX_STRETCH + FREE_TOKENS
 
 
+# Compiled layers stop here: a graph would be specialised to each micro-batch's plan.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -93,9 +93,7 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
     remote = "auto_map" in raw and trust_remote_code
     if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(
-            f'{config_file}: model_type "{config.model_type}" is not a causal language model in transformers.'
-        )
+        raise ModelError(f'{config_file}: transformers has no causal language model for "{config.model_type}".')
     if not remote and type(config) not in HEADS[head]._model_mapping:
         raise ModelError(
             f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'

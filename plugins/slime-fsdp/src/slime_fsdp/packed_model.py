@@ -49,12 +49,7 @@ class PackedModel(nn.Module):
             input_ids=micro.tokens[None],
             position_ids=micro.position_ids[None],
             use_cache=False,
-            attention_plan=plan,
-            # Read by transformers' own flash attention, where that was asked for.
-            cu_seq_lens_q=plan.cu_queries,
-            cu_seq_lens_k=plan.cu_keys,
-            max_length_q=plan.max_queries,
-            max_length_k=plan.max_keys,
+            **attention_arguments(self.model, plan),
         ).last_hidden_state[0]
         # Each position predicts one token, so the rows differ. Without any, an empty slice keeps the graph.
         hidden = TakeUnique.apply(hidden, micro.logit_index)
@@ -83,6 +78,18 @@ class PackedModel(nn.Module):
 
     def shards(self) -> Iterator[FSDPModule]:
         return (module for module in self.modules() if isinstance(module, FSDPModule))
+
+
+def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str, Any]:
+    """What a model hands down to its attention: our plan, or the names that transformers' flash attention reads."""
+    if model.config._attn_implementation == PACKED:
+        return {"attention_plan": plan}
+    return {
+        "cu_seq_lens_q": plan.cu_queries,
+        "cu_seq_lens_k": plan.cu_keys,
+        "max_length_q": plan.max_queries,
+        "max_length_k": plan.max_keys,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,9 @@ from slime_local.stop_text import StopText
 _REFILL_SHARE = 16
 """Freed rows are refilled when everything that waits fits, or 1/16 of all rows is free: a prefill per finished row
 would cost as much as the decode step beside it."""
-
 _CPU_ROWS = 512
+"""Rows per forward pass on a CPU: with 768 rows of 384 float32 activations a pass took 4 us more per token, spent in
+page faults of buffers that outgrow what the allocator keeps."""
 
 
 class Decoder:
@@ -167,7 +168,7 @@ class Decoder:
         distinct: dict[bytes, int] = {}
         source: list[int] = []
         for row in islice(self._waiting, self._max_running - len(self._rows)):
-            prompt = row.request.token_ids.tobytes()
+            prompt = np.asarray(row.request.token_ids, np.int32).tobytes()
             longest = max(longest, row.longest)
             widest = max(widest, row.prompt_length)
             prompts = len(distinct) + (prompt not in distinct)

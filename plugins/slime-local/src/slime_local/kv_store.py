@@ -55,7 +55,7 @@ class KvStore:
             seen[target] = seen[source]
 
 
-class _View(Cache):
+class _View(Cache):  # type: ignore[misc]
     """What transformers models ask of a cache beside `update`."""
 
     def __init__(self, seen: int) -> None:

@@ -19,14 +19,15 @@ _FEWEST_ROWS = 32
 
 def onednn_available() -> bool:
     """Whether this build of torch has oneDNN and the operator."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def use_onednn(model: nn.Module) -> None:
     """Replaces the forward of every plain `nn.Linear` in `model`; for inference only."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = _onednn_forward(module)  # type: ignore[method-assign]
+            module.forward = _onednn_forward(module)  # type: ignore[method-assign, assignment]
 
 
 def _onednn_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

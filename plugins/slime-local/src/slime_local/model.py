@@ -59,7 +59,7 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         local_files_only=True,
     )
     network = network.to(device).eval().requires_grad_(False)
-    kinds = set(getattr(network.config, "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise ModelError(
             f"{setup.model_path}: layers of type {', '.join(sorted(kinds))}; engine local decodes "

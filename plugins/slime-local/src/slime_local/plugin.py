@@ -24,8 +24,7 @@ class LocalConfig(DriverConfig):
     alone. It bounds how long a step holds the event loop."""
     kv_cache_bytes: int = Field(default=4 * 2**30, ge=1)
     """Keys and values of all running sequences at their longest, in bytes; a sequence waits while it would not fit
-    beside the others. One sequence always runs. Memory is taken as needed and may reach twice this while columns are
-    laid out anew."""
+    beside the others. One sequence always runs. Memory is taken as needed, with room to grow: up to twice this."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and keys and values. `auto`: what the model folder says. Buckets must have the same."""
     linear: Literal["auto", "torch", "onednn"] = "auto"

@@ -160,7 +160,8 @@ class Slots:
 
     def bias(self) -> Tensor:
         """(N, 1, 1, W) to add to the attention scores of a decode step."""
-        return self._bias[: self.count, None, None, self._window(self.first, self.end)]
+        # Copied: CUDA's attention kernels take the alignment of a mask for granted, whatever column it begins with.
+        return self._bias[: self.count, None, None, self._window(self.first, self.end)].clone()
 
     def start(self) -> Tensor:
         """(N,) int64, columns of the prompts' first tokens."""

@@ -47,7 +47,7 @@ class WeightLoader:
         if (bucket.version, bucket.index) != (self._version, expected):
             wanted = "0" if expected < 0 else f"{expected} of version {self._version}, or 0"
             raise EngineError(f"{where} is out of order: expected index {wanted} to start again.")
-        found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(bucket.data))
+        found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(bucket.data).data)
         if found != bucket.checksum:
             raise EngineError(f"{where} is damaged: checksum {bucket.checksum} was sent, its bytes have {found}.")
 
@@ -95,7 +95,7 @@ class WeightLoader:
         digest = xxhash.xxh3_64()
         for name, tensor in sorted(self._tensors().items()):
             if name in names and tensor.numel():
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

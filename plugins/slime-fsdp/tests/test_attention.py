@@ -1,0 +1,87 @@
+"""Packed attention against a loop over queries, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from slime_fsdp.attention import attend_blocks, block_cuts, plan_attention
+
+CPU = torch.device("cpu")
+
+
+def oracle(q, k, v, scale, window, positions, keys_of):
+    """`positions` (N,): of each query in the whole stream; `keys_of`: those it may see. Plain loops."""
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype)
+    repeats = q.shape[1] // k.shape[1]
+    for n, position in enumerate(positions):
+        seen = [j for j in keys_of[n] if j <= position and (window is None or j > position - window)]
+        for head in range(q.shape[1]):
+            weight = (k[seen, head // repeats] @ q[n, head] * scale).softmax(0)
+            out[n, head] = weight @ v[seen, head // repeats]
+    return out
+
+
+def tensors(num_queries, num_keys):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(size, heads, width, dtype=torch.float64, generator=generator).requires_grad_()
+        for size, heads, width in ((num_queries, 4, 8), (num_keys, 2, 8), (num_keys, 2, 6))
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [1], [1, 30, 2, 11, 3, 12]], ids=str)
+def test_blocks_equal_a_loop(lengths, window):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    q, k, v = tensors(offsets[-1], offsets[-1])
+    plan = plan_attention(torch.tensor(offsets, dtype=torch.int32), device=CPU, varlen=False)
+    found = attend_blocks(q, k, v, plan, 0.3, window)
+    keys_of = [range(offsets[i], offsets[i + 1]) for i, length in enumerate(lengths) for _ in range(length)]
+    wanted = oracle(q, k, v, 0.3, window, range(offsets[-1]), keys_of)
+    torch.testing.assert_close(found, wanted)
+    shape = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
+    given = torch.autograd.grad((found * shape).sum(), (q, k, v))
+    torch.testing.assert_close(given, torch.autograd.grad((wanted * shape).sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("cp_rank", [0, 1, 2])
+def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
+    """With three ranks; keys are numbered by their place in the ranks' parts laid one after the other."""
+    cp_size, lengths = 3, [12, 6, 30]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    held = []
+    for rank in range(cp_size):
+        for start, length in zip(starts, lengths, strict=False):
+            chunk = length // 6
+            for c in (rank, 5 - rank):
+                held += range(start + c * chunk, start + (c + 1) * chunk)
+    held = np.array(held).reshape(cp_size, -1)
+    plan = plan_attention(
+        torch.tensor(starts, dtype=torch.int32), device=CPU, varlen=varlen, cp_rank=cp_rank, cp_size=cp_size
+    )
+    positions = held[cp_rank]
+    sequence = np.searchsorted(starts, positions, side="right") - 1
+    if varlen:
+        # The kernel aligns a segment's last query with its last key.
+        assert plan.cu_queries[-1] == len(positions)
+        keys = held.ravel()[plan.key_rows.numpy()]
+        for a, b, c, d in zip(
+            plan.cu_queries[:-1], plan.cu_queries[1:], plan.cu_keys[:-1], plan.cu_keys[1:], strict=True
+        ):
+            assert keys[c:d].tolist() == list(range(starts[sequence[a]], positions[b - 1] + 1))
+        assert (plan.max_queries, plan.max_keys) == (5, 30 - 5 * cp_rank)
+        return
+    q, k, v = tensors(len(positions), starts[-1])
+    places = {int(position): place for place, position in enumerate(held.ravel())}
+    order = [places[position] for position in range(starts[-1])]
+    found = attend_blocks(q, k, v, plan, 0.3, None)
+    keys_of = [range(starts[s], starts[s + 1]) for s in sequence]
+    torch.testing.assert_close(found, oracle(q, k[order], v[order], 0.3, None, positions, keys_of))
+
+
+def test_blocks_waste_little():
+    lengths = np.sort(np.random.default_rng(0).integers(1, 300, 400))[::-1]
+    parts = np.split(lengths, block_cuts(lengths, lengths))
+    assert len(parts) < 20
+    assert sum(len(part) * part.max() for part in parts) < 1.25 * lengths.sum()

@@ -1,0 +1,54 @@
+"""StopSignals: Ctrl-C and SIGTERM. The first ends the run at the next clean point, the second at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+from slime_core.errors import Interrupted, Terminated
+
+
+class StopSignals:
+    """Listens as long as it is entered, in a running event loop. While the run starts, a signal cancels the start."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._loop = asyncio.get_running_loop()
+        self._stop: Callable[[], object] = lambda: None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None, "entered by the task that starts the run"
+        self._stop = task.cancel
+        # Not the event loop's own handlers: those would wait for a loop that is busy, and so would the second Ctrl-C.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def started(self, stop_requested: asyncio.Event) -> None:
+        """From here on a signal is a request, which the loop answers between two steps or while it generates."""
+        self._stop = stop_requested.set
+
+    def interrupted(self, text: str) -> Interrupted:
+        """The error that ends the run, with the exit code of the signal."""
+        return Terminated(text) if self.received is signal.SIGTERM else Interrupted(text)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+        # os.write, as a handler may run inside a print.
+        os.write(
+            sys.stderr.fileno(), b"\nstopping at the next clean point; Ctrl-C again ends at once, without saving\n"
+        )
+        self._loop.call_soon_threadsafe(lambda: self._stop())

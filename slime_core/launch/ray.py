@@ -1,0 +1,280 @@
+"""ray: each rank and each engine in an actor of its own, on a cluster that exists or on a private one.
+
+See `slime_core.launch.ray_cluster` for what a private one opens. All machines of a cluster need the same distributions
+installed, which every worker checks when it is made; plugin files travel as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime_core.config.run import LauncherConfig
+from slime_core.contracts.engine import EngineInfo
+from slime_core.errors import ConfigError, EngineError, SlimeError, TrainingError
+from slime_core.launch.launcher import Launcher, RankHandle
+from slime_core.launch.ray_actors import EngineActor, Location, TrainActor
+from slime_core.launch.ray_cluster import LOOPBACK, RayCluster
+from slime_core.launch.ray_crew import Crew, Member, Roster, together
+from slime_core.launch.ray_handles import RayEngine, RayRank
+from slime_core.rollout.client import EngineHandle
+from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.trainer import TrainWorkerSpec
+
+CONTROL_CALLS: Final = 64
+"""Calls that an engine takes beside its requests, such as an abort while it is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A bundle of a placement group, and what is in it."""
+
+    group: Any
+    bundle: int
+    location: Location
+
+
+class RayLauncher(Launcher):
+    """See `Launcher`. `start_trainers` comes first where engines share the trainer's devices."""
+
+    def __init__(self, config: LauncherConfig, *, grace_s: float = 10.0, placement_timeout_s: float = 60.0) -> None:
+        """`grace_s`: what a worker gets to end by itself, and other ranks to finish after one has failed.
+        `placement_timeout_s`: what a cluster gets to find room."""
+        self._config = config
+        self._grace_s = grace_s
+        self._placement_timeout_s = placement_timeout_s
+        self._cluster: RayCluster | None = None
+        self._groups: list[Any] = []
+        self._roster = Roster()
+        self._crews: list[Crew] = []
+        self._num_ranks = 0
+        self._shared_slots: list[Slot] = []
+        self._placing = asyncio.Lock()
+
+    async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
+        if not specs:
+            return []
+        role = specs[0].setup.role
+        async with self._placing if self._config.colocate else contextlib.nullcontext():
+            cluster = self._enter()
+            self._num_ranks += len(specs)
+            gpus = 1.0 if specs[0].setup.device == "cuda" else 0.0
+            roles_on_device = 2 if self._config.colocate else 1
+            group = await self._reserve(len(specs), self._config.num_cpus_per_worker * roles_on_device, gpus, role)
+            options = {
+                "num_cpus": self._config.num_cpus_per_worker,
+                "num_gpus": gpus / roles_on_device,
+                "runtime_env": self._runtime_env(cluster, len(specs) + self._config.num_engines),
+            }
+            crew = self._new_crew(farewell="close")
+            members = [
+                self._place(crew, TrainActor, group, bundle, options, f"trainer {role}", TrainingError)
+                for bundle in range(len(specs))
+            ]
+            slots = await self._locate(crew, members, group)
+            if self._config.colocate and not self._shared_slots:
+                self._shared_slots = [slots[bundle] for bundle in by_device(slots)]
+        by_rank = [members[bundle] for bundle in by_device(slots)]
+        placed = await self._with_places(crew, specs, by_rank)
+        for member, spec in zip(by_rank, placed, strict=True):
+            member.name = f"trainer {role}, rank {spec.setup.rank} of {spec.setup.world_size}"
+        devices = devices_of_nodes(by_rank)
+        await together(
+            [
+                crew.run(member, member.actor.resolve.remote(spec, devices[node_of(member)]))
+                for member, spec in zip(by_rank, placed, strict=True)
+            ]
+        )
+        crew.ready()
+        return [RayRank(member, crew) for member in by_rank]
+
+    async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
+        if not specs:
+            return [], []
+        async with self._placing if self._config.colocate else contextlib.nullcontext():
+            cluster = self._enter()
+            shared = list(self._shared_slots)
+        per_engine = self._config.rollout_num_gpus_per_engine
+        gpus = float(per_engine) if specs[0].setup.device == "cuda" else 0.0
+        cpus = self._config.num_cpus_per_worker
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "runtime_env": self._runtime_env(cluster, self._num_ranks + len(specs)),
+            "max_concurrency": max(spec.setup.max_batch for spec in specs) + CONTROL_CALLS,
+        }
+        if shared:
+            parts = shares_of(shared, len(specs), per_engine)
+            options["num_gpus"] = 0.5 if gpus else 0.0
+            places = [(part[0].group, part[0].bundle) for part in parts]
+            devices = [tuple(name for slot in part for name in slot.location.devices) for part in parts]
+        else:
+            group = await self._reserve(len(specs), cpus, gpus, "engines")
+            places = [(group, bundle) for bundle in range(len(specs))]
+            devices = [() for _ in specs]
+        handles, started = [], []
+        for spec, (group, bundle), own in zip(specs, places, devices, strict=True):
+            crew = self._new_crew(farewell="stop")
+            name = f"engine {spec.setup.index}"
+            member = self._place(crew, EngineActor, group, bundle, options, name, EngineError)
+            handles.append(RayEngine(member, crew))
+            started.append(self._start_engine(crew, member, spec, own))
+        return handles, await together(started)
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
+    async def stop(self) -> None:
+        crews, self._crews = self._crews, []
+        groups, self._groups = self._groups, []
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        died = any(crew.has_died for crew in crews)
+        try:
+            results = await asyncio.gather(*(crew.end() for crew in crews), return_exceptions=True)
+        finally:
+            for group in groups:
+                remove_placement_group(group)
+            cluster.leave(keep_logs=died)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _enter(self) -> RayCluster:
+        # In this thread, for all that it takes seconds: Ray's processes die with the thread that started them.
+        if self._cluster is None:
+            self._cluster = RayCluster.enter(self._config.address)
+        return self._cluster
+
+    async def _reserve(self, num_bundles: int, cpus: float, gpus: float, purpose: str) -> Any:
+        """A placement group; ConfigError if the cluster has no room for it."""
+        bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        group = placement_group([bundle] * num_bundles, strategy="PACK")
+        self._groups.append(group)
+        # A private cluster does not grow: what it has not got, it will not get.
+        may_fit = fits(num_bundles, bundle) or not self._is_private
+        if may_fit and await asyncio.to_thread(group.wait, self._placement_timeout_s):
+            return group
+        raise ConfigError(
+            f"launcher: {purpose}: asked Ray for {num_bundles} bundles of {written(bundle)}; the cluster has "
+            f"{written(ray.cluster_resources())}, of which {written(ray.available_resources())} free, on "
+            f"{len(ray.nodes())} nodes. Ask for fewer (launcher.actor_num_gpus_per_node, launcher.rollout_num_gpus, "
+            "launcher.num_cpus_per_worker), or free or add machines."
+        )
+
+    @property
+    def _is_private(self) -> bool:
+        return self._cluster is not None and self._cluster.is_private
+
+    def _runtime_env(self, cluster: RayCluster, num_workers: int) -> dict[str, Any]:
+        return {"env_vars": dict(cluster.worker_environment(num_workers))}
+
+    def _new_crew(self, *, farewell: str) -> Crew:
+        crew = Crew(self._roster, grace_s=self._grace_s, farewell=farewell)
+        self._crews.append(crew)
+        return crew
+
+    def _place(
+        self,
+        crew: Crew,
+        kind: type[TrainActor] | type[EngineActor],
+        group: Any,
+        bundle: int,
+        options: dict[str, Any],
+        name: str,
+        failure: type[SlimeError],
+    ) -> Member:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        actor = ray.remote(kind).options(**options, scheduling_strategy=strategy).remote()
+        member = Member(actor=actor, name=name, failure=failure)
+        crew.add(member)
+        return member
+
+    async def _locate(self, crew: Crew, members: Sequence[Member], group: Any) -> list[Slot]:
+        locations = await together([crew.run(member, member.actor.locate.remote()) for member in members])
+        for member, location in zip(members, locations, strict=True):
+            member.location = location
+        return [Slot(group=group, bundle=bundle, location=location) for bundle, location in enumerate(locations)]
+
+    async def _with_places(
+        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+    ) -> list[TrainWorkerSpec]:
+        """Specs with local ranks and, for several ranks, where they meet."""
+        nodes = [node_of(member) for member in by_rank]
+        rendezvous = ""
+        if len(specs) > 1:
+            first = by_rank[0]
+            assert first.location is not None
+            host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
+            port = await crew.run(first, first.actor.free_port.remote())
+            rendezvous = f"tcp://{host}:{port}"
+        return [
+            replace(
+                spec,
+                setup=replace(spec.setup, local_rank=nodes[:rank].count(nodes[rank]), rendezvous=rendezvous),
+            )
+            for rank, spec in enumerate(specs)
+        ]
+
+    async def _start_engine(
+        self, crew: Crew, member: Member, spec: EngineWorkerSpec, devices: Sequence[str]
+    ) -> EngineInfo:
+        member.location = await crew.run(member, member.actor.locate.remote())
+        info: EngineInfo = await crew.run(member, member.actor.resolve.remote(spec, devices))
+        crew.ready()
+        return info
+
+
+def node_of(member: Member) -> str:
+    assert member.location is not None
+    return member.location.node
+
+
+def by_device(slots: Sequence[Slot]) -> list[int]:
+    """Bundles in the order of ranks: by node, then by device."""
+    return sorted(range(len(slots)), key=lambda bundle: (slots[bundle].location.order, bundle))
+
+
+def devices_of_nodes(by_rank: Sequence[Member]) -> dict[str, list[str]]:
+    """The devices of all ranks of a node, by local rank."""
+    devices: dict[str, list[str]] = {}
+    for member in by_rank:
+        assert member.location is not None
+        devices.setdefault(member.location.node, []).extend(member.location.devices)
+    return devices
+
+
+def shares_of(slots: Sequence[Slot], num_engines: int, per_engine: int) -> list[Sequence[Slot]]:
+    """The trainer's slots that each engine shares: neighbours, on one node."""
+    if num_engines * per_engine > len(slots):
+        raise ConfigError(
+            f"launcher.colocate: {num_engines} engines of {per_engine} devices do not fit on the trainer's "
+            f"{len(slots)}. Lower launcher.rollout_num_gpus or raise launcher.actor_num_gpus_per_node."
+        )
+    parts = [slots[start : start + per_engine] for start in range(0, num_engines * per_engine, per_engine)]
+    for part in parts:
+        if len({slot.location.node for slot in part}) > 1:
+            raise ConfigError(
+                f"launcher.rollout_num_gpus_per_engine = {per_engine}: an engine would span two machines. Choose a "
+                "divisor of the trainer's ranks per machine."
+            )
+    return parts
+
+
+def fits(num_bundles: int, bundle: dict[str, float]) -> bool:
+    """Whether the cluster has as much at all."""
+    has = ray.cluster_resources()
+    return all(has.get(name, 0.0) >= num_bundles * amount for name, amount in bundle.items())
+
+
+def written(resources: dict[str, float]) -> str:
+    """CPUs and GPUs, for a message."""
+    return "{" + ", ".join(f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU")) + "}"

@@ -1,0 +1,663 @@
+"""The Ray launcher, with a backend and an engine that travel to the actors as a plugin file."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("ray")
+
+import ray
+from ray._private.internal_api import memory_summary
+from ray.exceptions import RayTaskError
+
+from slime_core.config.bound import PartSpec
+from slime_core.config.run import LauncherConfig
+from slime_core.config.train import OptimizerConfig
+from slime_core.contracts.backend import TrainerSetup
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, TrainingError
+from slime_core.launch.ray import RayLauncher, Slot, by_device, shares_of
+from slime_core.launch.ray_actors import Location
+from slime_core.launch.ray_cluster import RayCluster
+from slime_core.launch.ray_crew import Crew, Member, Roster
+from slime_core.plugin_file import PluginFile
+from slime_core.registry import Registry
+from slime_core.types.batch import Batch, TokenColumns
+from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.trainer import TrainWorkerSpec
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PLUGIN = '''
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import numpy as np
+
+from slime_core.contracts.backend import BackendDriver, Layout
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.engine import EngineDriver, EngineInfo
+from slime_core.errors import CheckpointError, EngineError
+from slime_core.plugin import driver, loss
+from slime_core.types.completion import Completion, FinishReason
+from slime_core.types.weights import Bucket
+
+
+class FakeConfig(DriverConfig):
+    meet: bool = True
+    """Join the other ranks."""
+
+
+class FakeBackend:
+    def __init__(self, config):
+        self.config = config
+
+    def setup(self, setup):
+        import torch
+        import torch.distributed as dist
+
+        self.told = {"rank": setup.rank, "local_rank": setup.local_rank, "rendezvous": setup.rendezvous}
+        if self.config.meet:
+            dist.init_process_group("gloo", init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+            total = torch.tensor(10.0**setup.rank)
+            dist.all_reduce(total)
+            self.told |= {"total": total.item()}
+        self.setup_ = setup
+        return Layout(dp_rank=setup.rank, dp_size=setup.world_size)
+
+    def save(self, folder):
+        print("worker says", folder.name, flush=True)
+        rank = self.setup_.rank
+        if folder.name == "full":
+            raise CheckpointError(f"rank {rank} cannot write {folder}")
+        if folder.name == "bug":
+            return {}["missing"]
+        if folder.name == "die-1":
+            os.write(2, b"last words\\n")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+        told = self.told | environment | {"pid": os.getpid()}
+        (folder / f"{rank}.json").write_text(json.dumps(told))
+
+    def export_weights(self, version, bucket_bytes):
+        progress = self.setup_.model_path / f"progress_{self.setup_.rank}"
+        for index in range(version):
+            progress.write_text(str(index))
+            if index == 5:
+                raise CheckpointError("export stops")
+            data = np.full(bucket_bytes, index, np.uint8)
+            bucket = Bucket(version=version, index=index, last=index == version - 1, names=("w",), dtypes=("uint8",),
+                            shapes=((bucket_bytes,),), data=data, checksum="")
+            yield bucket if self.setup_.rank == 0 else None
+
+    def close(self):
+        (self.setup_.model_path / f"closed_{self.setup_.rank}").touch()
+
+
+@driver("slime.backends", "fake")
+class FakeBackendDriver(BackendDriver):
+    Config = FakeConfig
+
+    @classmethod
+    def layout(cls, config, rank, world_size):
+        return Layout(dp_rank=rank, dp_size=world_size)
+
+    @classmethod
+    def build(cls, config):
+        return FakeBackend(config)
+
+
+def place_of(array):
+    """The file mapping that an array lies in, and where in it."""
+    address = array.__array_interface__["data"][0]
+    for line in open("/proc/self/maps"):
+        span, _, offset, device, inode = line.split()[:5]
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return device, inode, int(offset, 16) + address - start
+
+
+class FakeEngine:
+    def __init__(self):
+        self.seen = []
+        self.running = {}
+
+    async def start(self, setup):
+        self.index = setup.index
+        self.run_dir = setup.run_dir
+        return EngineInfo(capabilities=frozenset(), address=f"engine-{setup.index}")
+
+    async def generate(self, requests):
+        (request,) = requests
+        if request.seed == 99:
+            raise EngineError("seed 99 cannot be drawn")
+        stop = self.running[request.request_id] = asyncio.Event()
+        reason = FinishReason.STOP
+        try:
+            await asyncio.wait_for(stop.wait(), request.seed / 100)
+            reason = FinishReason.ABORT
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            (self.run_dir / f"cancelled_{request.request_id}").touch()
+            raise
+        tokens = request.token_ids[::-1].copy()
+        return [Completion(request_id=request.request_id, token_ids=tokens, engine_index=self.index,
+                           log_probs=np.zeros(len(tokens), np.float32), finish_reason=reason, spans=())]
+
+    async def abort(self, request_ids=None):
+        for name in request_ids:
+            if name in self.running:
+                self.running[name].set()
+
+    async def load_bucket(self, shared):
+        arrays = {f.name: getattr(shared, f.name) for f in dataclasses.fields(shared)}
+        arrays = {name: value for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        self.seen.append(shared)
+        return {
+            name: {"writeable": a.flags.writeable, "owndata": a.flags.owndata, "place": place_of(a),
+                   "sum": float(a.astype(np.float64).sum())}
+            for name, a in arrays.items()
+        }
+
+    async def version(self):
+        return os.getpid()
+
+    async def pause(self):
+        self.seen.clear()
+
+    async def stop(self):
+        (self.run_dir / f"stopped_{self.index}").touch()
+
+
+@driver("slime.engines", "fake")
+class FakeEngineDriver(EngineDriver):
+    @classmethod
+    def build(cls, config):
+        return FakeEngine()
+
+
+@loss("fake")
+def fake(inputs, segments):
+    raise AssertionError
+'''
+
+FILE = PluginFile(path=Path("fakes.py"), text=PLUGIN, sha256="f" * 64)
+CONFIG = LauncherConfig(name="ray", device="cpu")
+OBJECTIVE = ObjectiveSpec(
+    loss=PartSpec(group="slime.losses", name="fake", options={}),
+    kl=None, kl_loss_coef=0.0, use_unbiased_kl=False, entropy_coef=0.0, corrections=(), old_from_current=False,
+)  # fmt: skip
+
+
+def agreement(*specs: PartSpec) -> Agreement:
+    registry = Registry([FILE])
+    return Agreement.of([spec.resolve(registry) for spec in specs], [FILE])
+
+
+def train_specs(folder: Path, *, meet: bool, world_size: int = 2) -> list[TrainWorkerSpec]:
+    backend = PartSpec(group="slime.backends", name="fake", options={"meet": meet})
+    return [
+        TrainWorkerSpec(
+            agreement=agreement(backend, OBJECTIVE.loss),
+            backend=backend,
+            objective=OBJECTIVE,
+            temperature=1.0,
+            setup=TrainerSetup(
+                role="actor",
+                rank=rank,
+                world_size=world_size,
+                local_rank=-1,
+                rendezvous="",
+                device="cpu",
+                model_path=folder,
+                optimizer=OptimizerConfig(),
+                total_steps=1,
+                seed=0,
+            ),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def engine_specs(folder: Path, count: int) -> list[EngineWorkerSpec]:
+    engine = PartSpec(group="slime.engines", name="fake", options={})
+    return [
+        EngineWorkerSpec(
+            agreement=agreement(engine),
+            engine=engine,
+            setup=EngineSetup(
+                index=index, model_path=folder, device="cpu", seed=0, max_context_len=64, max_batch=64, run_dir=folder
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def requests(*seeds: int) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=f"r{number}",
+            token_ids=np.arange(number + 1, dtype=np.int32),
+            sampling=SamplingParams(max_new_tokens=4),
+            seed=seed,
+        )
+        for number, seed in enumerate(seeds)
+    ]
+
+
+class Workers:
+    """Two ranks and two engines on one private cluster, for all tests of this module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launcher = RayLauncher(CONFIG)
+
+    async def start(self) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        (self.ranks, (self.engines, self.infos)) = await asyncio.gather(
+            self.launcher.start_trainers(train_specs(self.folder, meet=True)),
+            self.launcher.start_engines(engine_specs(self.folder, 2)),
+        )
+        assert signal.getsignal(signal.SIGTERM) is handler
+        self.layouts = await asyncio.gather(*(rank.call("setup") for rank in self.ranks))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(tmp_path_factory):
+    workers = Workers(tmp_path_factory.mktemp("workers"))
+    await workers.start()
+    yield workers
+    await workers.launcher.stop()
+    await workers.launcher.stop()
+    assert not ray.is_initialized()
+
+
+async def test_actors_hold_workers_that_know_their_place(workers, tmp_path):
+    assert [layout.dp_rank for layout in workers.layouts] == [0, 1]
+    assert [info.address for info in workers.infos] == ["engine-0", "engine-1"]
+    await asyncio.gather(*(rank.call("save", tmp_path) for rank in workers.ranks))
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [t["rank"] for t in told] == [0, 1]
+    assert [t["local_rank"] for t in told] == [0, 1]
+    assert told[0]["rendezvous"] == told[1]["rendezvous"]
+    assert told[0]["rendezvous"].startswith("tcp://127.0.0.1:")
+    # 10^0 + 10^1: each rank took part once in a reduction over gloo.
+    assert [t["total"] for t in told] == [11.0, 11.0]
+    cores = len(os.sched_getaffinity(0))
+    expected = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // 3)))
+    assert {t["OMP_NUM_THREADS"] for t in told} == {expected}
+    pids = {t["pid"] for t in told} | {await engine.call("version") for engine in workers.engines} | {os.getpid()}
+    assert len(pids) == 5
+
+
+async def test_private_cluster_listens_on_loopback_only(workers, tmp_path):
+    """Every listening socket of Ray's processes, read from the kernel's tables. The exception is torch's rendezvous."""
+    mine = {inode for pid in descendants(os.getpid()) for inode in sockets_of(pid)}
+    found = [(address, port) for inode, address, port in listening() if inode in mine]
+    # GCS, raylet twice, agent, this driver, four workers.
+    assert len(found) >= 9
+    elsewhere = [port for address, port in found if address not in ("0100007F", "0000000000000000FFFF00000100007F")]
+    await workers.ranks[0].call("save", tmp_path)
+    rendezvous = json.loads((tmp_path / "0.json").read_text())["rendezvous"]
+    assert elsewhere == [int(rendezvous.rpartition(":")[2])]
+    assert (workers.launcher._cluster.folder.stat().st_mode & 0o777) == 0o700
+
+
+async def test_cluster_wants_its_token(workers):
+    """Ray's servers were told to ask for one, and the driver does not hand it on to what it starts later."""
+    (gcs,) = [pid for pid in descendants(os.getpid()) if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
+    environment = dict(entry.split("=", 1) for entry in Path(f"/proc/{gcs}/environ").read_text().split("\0") if entry)
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert len(environment["RAY_AUTH_TOKEN"]) == 64
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"} & set(os.environ)
+
+
+async def test_shared_columns_are_read_only_views_of_one_memory(workers):
+    num_tokens = 1_000_000
+    index = np.arange(4)
+    lengths = np.full(4, num_tokens // 8, np.int32)
+    batch = Batch(
+        index=index, group_index=index, rollout_id=index, credit_key=index, reward=np.arange(4.0),
+        truncated=np.zeros(4, bool), prompt_length=lengths, response_length=lengths,
+        tokens=np.arange(num_tokens, dtype=np.int32), mask=np.ones(num_tokens // 2, np.uint8),
+        rollout_log_probs=np.full(num_tokens // 2, -0.5, np.float32), version=np.zeros(num_tokens // 2, np.int32),
+    )  # fmt: skip
+    columns = TokenColumns(advantages=np.linspace(0, 1, num_tokens, dtype=np.float32))
+    before = plasma()
+    shared = [workers.launcher.share(batch), workers.launcher.share(columns)]
+    for reference, value in zip(shared, (batch, columns), strict=True):
+        first, second = await asyncio.gather(*(engine.call("load_bucket", reference) for engine in workers.engines))
+        arrays = {f.name: a for f in fields(value) if isinstance(a := getattr(value, f.name), np.ndarray)}
+        assert first.keys() == second.keys() == arrays.keys()
+        for name, array in arrays.items():
+            if array.nbytes < 100_000:
+                continue
+            seen = first[name]
+            assert seen["sum"] == array.astype(np.float64).sum()
+            assert not seen["writeable"]
+            assert not seen["owndata"]
+            # The same bytes of the same file in both processes: no copy was made anywhere after `share`.
+            assert seen["place"] == second[name]["place"]
+            assert seen["place"][1] != "0"
+    # tokens 4 MB, mask 0.5, rollout log-probs 2, versions 2, advantages 4: once each, however many read them.
+    count, megabytes = plasma()
+    assert count - before[0] == 2
+    assert megabytes - before[1] == pytest.approx(12.5 * 1e6 / 2**20, abs=1)  # the raylet counts in whole MiB
+    await asyncio.gather(*(engine.call("pause") for engine in workers.engines))
+
+
+async def test_buckets_go_to_the_engines_as_references(workers):
+    rank, other = workers.ranks
+    drained = asyncio.create_task(collect(other.stream("export_weights", 4, 200_000)))
+    sums = []
+    async for bucket in rank.stream("export_weights", 4, 200_000):
+        assert isinstance(bucket, ray.ObjectRef)
+        await asyncio.sleep(0.2)
+        ahead = int((workers.folder / "progress_0").read_text()) - len(sums)
+        assert ahead <= 3
+        seen = await asyncio.gather(*(engine.call("load_bucket", bucket) for engine in workers.engines))
+        assert seen[0]["data"]["place"] == seen[1]["data"]["place"]
+        sums.append(seen[0]["data"]["sum"])
+    assert sums == [0.0, 200_000.0, 400_000.0, 600_000.0]
+    assert await drained == [None] * 4
+    await asyncio.gather(*(engine.call("pause") for engine in workers.engines))
+
+
+async def test_a_failing_export_fails_in_every_rank_that_drains_it(workers):
+    stream = workers.ranks[0].stream("export_weights", 9, 10)
+    assert len([await anext(stream) for _ in range(5)]) == 5
+    with pytest.raises(CheckpointError, match=r"^export stops$"):
+        await anext(stream)
+    with pytest.raises(CheckpointError, match=r"^export stops$"):
+        await collect(workers.ranks[1].stream("export_weights", 9, 10))
+
+
+async def test_a_stream_that_is_given_up_does_not_block_its_rank(workers, tmp_path):
+    stream = workers.ranks[0].stream("export_weights", 5, 10)
+    await anext(stream)
+    await stream.aclose()
+    async with asyncio.timeout(20):
+        await workers.ranks[0].call("save", tmp_path)
+
+
+async def test_completions_stream_as_they_end_and_can_be_aborted(workers):
+    engine = workers.engines[0]
+    order = []
+    async for completion in engine.generate(requests(60, 1, 6000, 1)):
+        order.append(completion)
+        if len(order) == 3:
+            await engine.call("abort", ["r2"])
+    assert sorted(c.request_id for c in order[:2]) == ["r1", "r3"]
+    assert [c.request_id for c in order[2:]] == ["r0", "r2"]
+    assert [c.finish_reason for c in order] == [FinishReason.STOP] * 3 + [FinishReason.ABORT]
+    longest = next(c for c in order if c.request_id == "r3")
+    assert longest.token_ids.tolist() == [3, 2, 1, 0]
+    assert longest.token_ids.dtype == np.int32
+
+
+async def test_a_call_that_is_given_up_is_cancelled_in_the_engine(workers):
+    stream = workers.engines[1].generate(requests(1, 6000))
+    assert (await anext(stream)).request_id == "r0"
+    await stream.aclose()
+    await appears(workers.folder / "cancelled_r1")
+
+
+async def test_errors_keep_class_and_text_and_show_the_workers_traceback(workers, tmp_path):
+    with pytest.raises(CheckpointError) as raised:
+        await workers.ranks[1].call("save", tmp_path / "full")
+    assert str(raised.value) == f"rank 1 cannot write {tmp_path / 'full'}"
+    assert "fakes.py" in str(raised.value.__cause__)
+    with pytest.raises(KeyError, match="missing"):
+        await workers.ranks[0].call("save", tmp_path / "bug")
+    with pytest.raises(EngineError, match=r"^seed 99 cannot be drawn$"):
+        await collect(workers.engines[0].generate(requests(99)))
+
+
+async def test_worker_with_another_version_refuses(workers, tmp_path):
+    launcher = RayLauncher(CONFIG)
+    (spec,) = engine_specs(tmp_path, 1)
+    other = replace(spec.agreement, versions=dict.fromkeys(spec.agreement.versions, "9.9"))
+    with pytest.raises(PluginError, match=r"the driver 9\.9: install the same version on every machine"):
+        await launcher.start_engines([replace(spec, agreement=other)])
+    await launcher.stop()
+    assert ray.is_initialized()
+
+
+async def test_what_cannot_be_placed_is_a_config_error(workers, tmp_path):
+    launcher = RayLauncher(replace_config(num_cpus_per_worker=20_000), placement_timeout_s=1.0)
+    with pytest.raises(ConfigError) as raised:
+        await launcher.start_trainers(train_specs(tmp_path, meet=False))
+    assert "actor: asked Ray for 2 bundles of {CPU: 20000, GPU: 0}" in str(raised.value)
+    assert "the cluster has {CPU: 10000, GPU: 0}" in str(raised.value)
+    await launcher.stop()
+
+
+async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
+    crew = Crew(Roster(), grace_s=0.2, farewell="close")
+    member = Member(actor=None, name="rank", failure=TrainingError)
+
+    async def stuck():
+        await asyncio.sleep(60)
+
+    async def slow():
+        await asyncio.sleep(0.05)
+        return "in time"
+
+    async def broken():
+        raise RayTaskError("call", "remote traceback", CheckpointError("only I"))
+
+    began = time.monotonic()
+    results = await asyncio.gather(
+        *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
+    )
+    assert results[0] == "in time"
+    assert [(type(result), str(result)) for result in results[1:]] == [(CheckpointError, "only I")] * 2
+    assert 0.2 <= time.monotonic() - began < 5
+    with pytest.raises(CheckpointError, match="only I"):
+        await crew.run(member, slow())
+
+
+async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
+    crew = Crew(Roster(), grace_s=0.1, farewell="close")
+    member = Member(actor=None, name="rank", failure=TrainingError)
+
+    async def broken():
+        raise RayTaskError("call", "remote traceback", CheckpointError("both of us"))
+
+    async def well():
+        return 1
+
+    results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
+    assert [str(result) for result in results] == ["both of us"] * 2
+    await asyncio.sleep(0.3)
+    assert await crew.run(member, well()) == 1
+
+
+async def test_ranks_follow_nodes_and_devices():
+    slots = [
+        slot("10.0.0.10", "b", "1"), slot("10.0.0.9", "a", "10"), slot("10.0.0.10", "b", "0"), slot("10.0.0.9", "a", "2")
+    ]  # fmt: skip
+    assert by_device(slots) == [3, 1, 2, 0]
+    ordered = [slots[bundle] for bundle in by_device(slots)]
+    assert [[s.location.devices[0] for s in part] for part in shares_of(ordered, 2, 2)] == [["2", "10"], ["0", "1"]]
+    with pytest.raises(ConfigError, match="3 engines of 2 devices do not fit on the trainer's 4"):
+        shares_of(ordered, 3, 2)
+    with pytest.raises(ConfigError, match="would span two machines"):
+        shares_of(ordered, 1, 3)
+
+
+async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, tmp_path):
+    """The last test with these workers: it ends them."""
+    await asyncio.gather(*(rank.call("save", tmp_path) for rank in workers.ranks))
+    pids = [json.loads((tmp_path / f"{rank}.json").read_text())["pid"] for rank in range(2)]
+    began = time.monotonic()
+    calls = [rank.call("save", tmp_path / "die-1") for rank in workers.ranks]
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, TrainingError)
+        assert f"trainer actor, rank 1 of 2 (node 127.0.0.1, pid {pids[1]}) is gone" in str(result)
+        assert "last words" in str(result)
+    with pytest.raises(TrainingError, match="rank 1 of 2"):
+        await workers.ranks[0].call("save", tmp_path)
+    # Rank 0 sleeps for a minute, and nobody waits for it.
+    processes = descendants(os.getpid())[1:]
+    assert pids[0] in processes
+    await workers.launcher.stop()
+    assert time.monotonic() - began < 15
+    await gone(processes)
+    # The log that the error quotes is kept.
+    log = Path(str(result).partition("Last lines of ")[2].partition(":")[0])
+    assert "last words" in log.read_text()
+    shutil.rmtree(log.parents[3])
+    assert (workers.folder / "stopped_0").exists()
+    assert not (workers.folder / "closed_0").exists()
+
+
+async def test_an_address_without_a_cluster_is_a_config_error():
+    with pytest.raises(ConfigError, match=r'^launcher.address = "127.0.0.1:1": no Ray cluster answers there'):
+        RayCluster.join("127.0.0.1:1")
+    with pytest.raises(ConfigError, match="not a Ray client"):
+        RayCluster.join("ray://127.0.0.1:10001")
+
+
+async def test_ctrl_c_leaves_the_workers_to_the_driver(tmp_path):
+    """A run of its own in its own session: SIGINT reaches its whole process group, as a terminal sends it."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(folder=str(tmp_path), tests=str(Path(__file__).parent)))
+    pipe = asyncio.subprocess.PIPE
+    driver = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), start_new_session=True, stdout=pipe, stderr=pipe
+    )
+    output = asyncio.create_task(driver.communicate())
+    try:
+        await appears(tmp_path / "ready", unless=output)
+        processes = descendants(driver.pid)
+        assert len(processes) >= 6
+        os.killpg(driver.pid, signal.SIGINT)
+        out, err = (text.decode() for text in await asyncio.wait_for(output, 60))
+    finally:
+        if driver.returncode is None:
+            driver.kill()
+    assert (driver.returncode, err) == (0, "")
+    # Both completions, and one placement group: the engine shares the trainer's.
+    assert "saved after interrupt 2 1" in out
+    assert (tmp_path / "0.json").exists()
+    assert (tmp_path / "closed_0").exists()
+    assert (tmp_path / "stopped_0").exists()
+    await gone(processes)
+    assert not Path(out.split("folder ")[1].strip()).exists()
+
+
+DRIVER = """
+import asyncio, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_ray_launcher as t
+
+folder = Path({folder!r})
+
+async def main():
+    interrupted = asyncio.Event()
+    launcher = t.RayLauncher(t.replace_config(colocate=True))
+    try:
+        ranks, (engines, _) = await asyncio.gather(
+            launcher.start_trainers(t.train_specs(folder, meet=False, world_size=1)),
+            launcher.start_engines(t.engine_specs(folder, 1)),
+        )
+        await ranks[0].call("setup")
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+        (folder / "ready").touch()
+        await interrupted.wait()
+        await asyncio.sleep(1)
+        await ranks[0].call("save", folder)
+        completions = await t.collect(engines[0].generate(t.requests(1, 1)))
+        print("saved after interrupt", len(completions), len(t.ray.util.placement_group_table()))
+        print("folder", launcher._cluster.folder)
+    finally:
+        await launcher.stop()
+
+asyncio.run(main())
+"""
+
+
+def replace_config(**changes) -> LauncherConfig:
+    return CONFIG.model_copy(update=changes)
+
+
+def slot(ip: str, node: str, device: str) -> Slot:
+    return Slot(group=None, bundle=0, location=Location(node=node, ip=ip, pid=1, devices=(device,), log=None))
+
+
+async def collect(stream) -> list:
+    return [item async for item in stream]
+
+
+def plasma() -> tuple[int, float]:
+    """Objects and MiB in the node's object store, as the raylet counts them."""
+    summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+    line = next(line for line in summary.splitlines() if line.startswith("Plasma memory usage"))
+    words = line.split()
+    return int(words[words.index("objects,") - 1]), float(words[3])
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    return [pid, *(found for child in children for found in descendants(child))]
+
+
+def sockets_of(pid: int) -> set[str]:
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
+
+
+def listening() -> list[tuple[str, str, int]]:
+    """(inode, local address in hex, port) of every listening TCP socket."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    local = [(row[9], *row[1].split(":")) for row in rows if row[3] == "0A"]
+    return [(inode, address, int(port, 16)) for inode, address, port in local]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def gone(pids) -> None:
+    deadline = time.monotonic() + 15
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
+        await asyncio.sleep(0.1)
+
+
+async def appears(path: Path, unless: asyncio.Task | None = None) -> None:
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert unless is None or not unless.done(), unless.result()
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)

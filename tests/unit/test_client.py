@@ -1,0 +1,277 @@
+"""The entrance to the engines, with engines that answer when the test says so."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from slime_core.contracts.middleware import RouterMiddleware
+from slime_core.errors import EngineError
+from slime_core.rollout.client import EngineClient
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+
+
+def request(name):
+    return GenerateRequest(
+        request_id=name, token_ids=np.array([1], np.int32), sampling=SamplingParams(max_new_tokens=4), seed=0
+    )
+
+
+def answer(one, text="stop"):
+    return Completion(
+        request_id=one.request_id,
+        token_ids=np.array([7], np.int32),
+        log_probs=np.array([-1.0], np.float32),
+        finish_reason=FinishReason(text),
+        spans=(),
+    )
+
+
+class Scripted:
+    """Holds every message until `finish` names its requests; `fail` ends all of them."""
+
+    def __init__(self):
+        self.messages = []
+        self.called = []
+        self.open = {}
+        self.strangers = []
+
+    async def generate(self, requests):
+        self.messages.append([one.request_id for one in requests])
+        queue = asyncio.Queue()
+        for one in requests:
+            self.open[one.request_id] = (one, queue)
+        for _ in requests:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    def finish(self, *names):
+        for name in names:
+            one, queue = self.open.pop(name)
+            queue.put_nowait(answer(one))
+
+    def fail(self, name, error):
+        self.open[name][1].put_nowait(error)
+
+    async def call(self, method, *args):
+        self.called.append((method, *args))
+        if method == "abort":
+            for name in args[0]:
+                if name in self.open:
+                    one, queue = self.open.pop(name)
+                    queue.put_nowait(answer(one, "abort"))
+        return len(self.called)
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def start(client, *names):
+    return {name: asyncio.create_task(client.generate(request(name))) for name in names}
+
+
+def client_of(num_engines=1, **how):
+    engines = [Scripted() for _ in range(num_engines)]
+    return EngineClient(engines, **{"concurrency": 99, **how}), engines
+
+
+async def test_requests_of_one_turn_travel_together():
+    client, (engine,) = client_of()
+    first = start(client, "a", "b", "c")
+    await settle()
+    second = start(client, "d")
+    await settle()
+    assert engine.messages == [["a", "b", "c"], ["d"]]
+    engine.finish("b", "d", "a", "c")
+    for name, task in {**first, **second}.items():
+        assert (await task).request_id == name
+
+
+async def test_engines_take_turns_and_get_one_message_each():
+    client, engines = client_of(3)
+    tasks = start(client, *"abcdefg")
+    await settle()
+    assert [engine.messages for engine in engines] == [[["a", "d", "g"]], [["b", "e"]], [["c", "f"]]]
+    # The turn goes on where it was, whoever has been answered meanwhile.
+    engines[0].finish("a")
+    more = start(client, "h")
+    await settle()
+    assert engines[1].messages[-1] == ["h"]
+    for task in [*tasks.values(), *more.values()]:
+        task.cancel()
+
+
+async def test_no_engine_has_more_than_the_bound_and_the_rest_wait_in_order():
+    client, (engine,) = client_of(concurrency=2)
+    tasks = start(client, *"abcde")
+    await settle()
+    assert engine.messages == [["a", "b"]]
+    engine.finish("b")
+    await settle()
+    assert engine.messages[1:] == [["c"]]
+    engine.finish("a", "c")
+    await settle()
+    assert [name for message in engine.messages[2:] for name in message] == ["d", "e"]
+    assert len(engine.open) == 2
+    engine.finish("d", "e")
+    assert [(await task).request_id for task in tasks.values()] == list("abcde")
+
+
+async def test_a_full_engine_is_passed_over():
+    client, engines = client_of(2, concurrency=1)
+    tasks = start(client, *"abc")
+    await settle()
+    engines[1].finish("b")
+    await settle()
+    assert engines[1].messages == [["b"], ["c"]]
+    for task in tasks.values():
+        task.cancel()
+
+
+async def test_aborting_what_waits_and_what_runs():
+    client, (engine,) = client_of(concurrency=1)
+    tasks = start(client, *"abc")
+    await settle()
+    await client.abort(["a", "b", "gone"])
+    aborted = await tasks["b"]
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert aborted.token_ids.shape == aborted.log_probs.shape == (0,)
+    # The engine ends the other with what it has; only those that it has are told to it.
+    assert (await tasks["a"]).finish_reason is FinishReason.ABORT
+    assert engine.called == [("abort", ["a"])]
+    await settle()
+    assert engine.messages == [["a"], ["c"]]
+    engine.finish("c")
+    assert (await tasks["c"]).finish_reason is FinishReason.STOP
+
+
+async def test_every_engine_is_told_to_abort():
+    client, engines = client_of(2)
+    tasks = start(client, *"ab")
+    await settle()
+    await client.abort(["b"])
+    assert [engine.called for engine in engines] == [[("abort", ["b"])], [("abort", ["b"])]]
+    engines[0].finish("a")
+    await asyncio.gather(*tasks.values())
+
+
+async def test_who_stopped_waiting_is_forgotten():
+    """Cancelled before an engine had it: it is never sent, and aborting it finds nothing."""
+    client, (engine,) = client_of(concurrency=1)
+    tasks = start(client, *"abc")
+    await settle()
+    tasks["b"].cancel()
+    await client.abort(["b"])
+    await settle()
+    assert tasks["b"].cancelled()
+    engine.finish("a")
+    await settle()
+    assert engine.messages == [["a"], ["c"]]
+    engine.finish("c")
+    await asyncio.gather(tasks["a"], tasks["c"])
+
+
+async def test_an_answer_that_nobody_waits_for_frees_its_place():
+    client, (engine,) = client_of(concurrency=1)
+    tasks = start(client, *"ab")
+    await settle()
+    tasks["a"].cancel()
+    await settle()
+    engine.finish("a")
+    await settle()
+    assert engine.messages == [["a"], ["b"]]
+    engine.finish("b")
+    await tasks["b"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("boom"), None])
+async def test_a_failing_engine_reaches_every_waiter(failure):
+    client, (engine,) = client_of(concurrency=3)
+    tasks = start(client, *"abcd")
+    await settle()
+    engine.finish("b")
+    await settle()
+    engine.fail("a", failure)
+    await settle()
+    expected = EngineError if failure is None else RuntimeError
+    for name in "ac":
+        with pytest.raises(expected, match="ended its answer" if failure is None else "boom"):
+            await tasks[name]
+    assert (await tasks["b"]).request_id == "b"
+    # The one that waited for a place was not forgotten.
+    assert engine.messages[-1] == ["d"]
+    engine.finish("d")
+    await tasks["d"]
+
+
+async def test_waiters_do_not_hang_when_the_last_request_fails():
+    client, (engine,) = client_of(concurrency=1)
+    tasks = start(client, *"ab")
+    await settle()
+    engine.fail("a", RuntimeError("boom"))
+    await settle()
+    with pytest.raises(RuntimeError):
+        await tasks["a"]
+    engine.finish("b")
+    assert (await asyncio.wait_for(tasks["b"], 5)).request_id == "b"
+
+
+async def test_an_answer_to_something_else_is_an_error():
+    client, (engine,) = client_of(concurrency=1)
+    tasks = start(client, "a")
+    await settle()
+    engine.open["a"][1].put_nowait(answer(request("b")))
+    with pytest.raises(EngineError, match="answered b, which it was not asked for"):
+        await tasks["a"]
+
+
+async def test_a_request_id_twice_in_flight_is_an_error():
+    client, (engine,) = client_of()
+    tasks = start(client, "a")
+    await settle()
+    with pytest.raises(EngineError, match="a is in flight already"):
+        await client.generate(request("a"))
+    engine.finish("a")
+    await tasks["a"]
+    # Afterwards it may be used again.
+    again = start(client, "a")
+    await settle()
+    engine.finish("a")
+    await again["a"]
+
+
+class Notes(RouterMiddleware):
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    async def __call__(self, request, call_next):
+        self.log.append(f"{self.name} in {request.request_id}")
+        completion = await call_next(replace(request, request_id=f"{request.request_id}{self.name}"))
+        self.log.append(f"{self.name} out")
+        return replace(completion, extra={**completion.extra, self.name: 1.0})
+
+
+async def test_middlewares_are_passed_outermost_first():
+    log = []
+    client, (engine,) = client_of(middlewares=[Notes("x", log), Notes("y", log)])
+    tasks = start(client, "a")
+    await settle()
+    assert engine.messages == [["axy"]]
+    engine.finish("axy")
+    completion = await tasks["a"]
+    assert log == ["x in a", "y in ax", "y out", "x out"]
+    assert list(completion.extra) == ["y", "x"]
+
+
+async def test_each_calls_every_engine():
+    client, engines = client_of(3)
+    assert client.num_engines == 3
+    assert await client.each("pause", 1) == [1, 1, 1]
+    assert [engine.called for engine in engines] == [[("pause", 1)]] * 3

@@ -1,0 +1,468 @@
+"""Run files and flags to a bound run: precedence, paths, parts of an algorithm, and every complaint."""
+
+import json
+import os
+import re
+
+import jsonschema
+import pytest
+
+from slime_core.config.explain import explain_key, list_keys
+from slime_core.config.load import read_run_file
+from slime_core.config.schema import run_schema
+from slime_core.errors import ConfigError, PluginError
+from slime_core.manifest import build_manifest
+
+
+@pytest.fixture
+def complaints(bound):
+    def told(*flags, **how):
+        with pytest.raises(ConfigError) as caught:
+            bound(*flags, **how)
+        return caught.value.problems
+
+    return told
+
+
+def only(problems, pattern):
+    assert len(problems) == 1, problems
+    assert re.search(pattern, problems[0]), problems[0]
+
+
+# --- Precedence and paths ---------------------------------------------------------------------------------------------
+
+
+def test_file_defaults_flags_and_set(bound):
+    run = bound("--lr", "1e-4", "--set", "train.clip_grad=0.5", "--no-balance-data", "--rollout-temperature", "0.7")
+    assert run.config.train.lr == 1e-4
+    assert run.config.train.clip_grad == 0.5
+    assert run.config.train.balance_data is False
+    assert run.config.rollout.rollout_temperature == 0.7
+    assert run.config.train.num_rollout == 3  # the file
+    assert run.config.train.weight_decay == 0.1  # the default
+
+
+def test_flags_win_over_the_file_and_the_last_one_wins(bound):
+    assert bound("--num-rollout", "5").config.train.num_rollout == 5
+    assert bound("--num-rollout", "5", "--set", "train.num_rollout=6").config.train.num_rollout == 6
+    assert bound("--set", "train.num_rollout=6", "--num-rollout", "5").config.train.num_rollout == 5
+
+
+def test_paths_in_the_file_are_beside_it_and_in_flags_where_the_user_stands(bound, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    run = bound("--runs-dir", "out", "--eval-prompt-data", "held_out", "test.jsonl@[0:2]", "--warm-start", "w")
+    assert run.config.model.hf_checkpoint == str(tmp_path / "base")
+    assert run.source.config.prompt_data[0].path == str(tmp_path / "train.jsonl")
+    assert run.config.runs_dir == str(elsewhere / "out")
+    assert run.evals[0].path == str(elsewhere / "test.jsonl@[0:2]")
+    assert run.backend.config.warm_start == str(elsewhere / "w")
+    again = bound("--set", "data.prompt_data=['a.jsonl']", extra="backend.warm_start = 'w'\n", text=dotted())
+    assert again.source.config.prompt_data[0].path == str(elsewhere / "a.jsonl")
+    assert again.backend.config.warm_start == str(tmp_path / "w")
+
+
+def dotted():
+    """The run file with room for single keys of the backend."""
+    from_file = """
+        backend.name = "fake"
+        name = "tiny"
+        plugin = ["fakes.py"]
+        model = { hf_checkpoint = "base" }
+        engine = "fake"
+        reward = "one"
+        algo = "grpo"
+        data = { prompt_data = ["train.jsonl"] }
+        rollout = { rollout_batch_size = 4, n_samples_per_prompt = 8, rollout_max_response_len = 16 }
+        train = { num_rollout = 3, global_batch_size = 32 }
+    """
+    return "\n".join(line.strip() for line in from_file.splitlines()) + "\n"
+
+
+def test_runs_dir_is_where_the_user_stands_by_default(bound, tmp_path, monkeypatch):
+    monkeypatch.chdir(os.path.abspath("/"))
+    assert bound().config.runs_dir == "runs"
+
+
+def test_flags_convert_like_the_file(bound):
+    run = bound(
+        "--launcher", "ray", "--colocate", "--aggregation", "token_mean", "--refill", "eager", "--rollout-stop", "a", "b",
+        "--rollout-stop-token-ids", "3,4", "--fake-mem-fraction-static", "0.5", "--bucket-bytes", "64",
+        "--tensor-model-parallel-size", "2", "--recompute", "--trackers", "jsonl",
+    )  # fmt: skip
+    assert run.config.launcher.name == "ray"
+    assert run.config.launcher.colocate is True
+    assert run.algo.keys.aggregation == "token_mean"
+    assert run.config.rollout.rollout_stop == ("a", "b")
+    assert run.config.rollout.rollout_stop_token_ids == (3, 4)
+    assert run.engine.config.mem_fraction_static == 0.5
+    assert run.transport.config.bucket_bytes == 64
+    assert run.backend.config.recompute is True
+    assert run.num_ranks == 2
+    assert [part.name for part in run.trackers] == ["jsonl"]
+
+
+# --- Complaints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "other.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"no such run file\. There is: .*other\.toml"):
+        read_run_file(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("a = [1,\nb = 2")
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*line 2"):
+        read_run_file(tmp_path / "run.toml")
+
+
+def test_unknown_keys_name_the_nearest(complaints):
+    only(complaints(extra="[rollouts]\nx = 1\n"), r"^rollouts: unknown option; close match: rollout\.")
+    told = complaints("--set", "train.lrr=1", "--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true")
+    # The kernel's tables come first; the rest is bound once they are right.
+    only(told, r"^train\.lrr: unknown option; close match: lr")
+    told = complaints("--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true", "--engine", "fakee")
+    assert len(told) == 3
+    of_algo = r'^algo\.eps_clip_hihg: no part of "grpo" \(.*clip.*\) has this option; close match: eps_clip_high'
+    assert re.search(of_algo, told[0])
+    assert re.search(r"^backend\.recomptue: unknown option; close match: recompute", told[1])
+    assert re.search(r'^engine\.name = "fakee": unknown.*close match: fake', told[2])
+
+
+def test_unknown_flags_and_wrong_values_are_told_together(complaints):
+    told = complaints("--rolout-batch-size", "3", "--lr", "-1", "--refill", "sometimes", "--num-rollout", "many")
+    text = "\n".join(told)
+    assert len(told) == 4
+    assert "--rolout-batch-size: unknown flag; close match: --rollout-batch-size" in text
+    assert re.search(r'train\.lr = "-1": input should be greater than 0', text)
+    assert re.search(r"rollout\.refill = \"sometimes\": input should be 'drained' or 'eager'", text)
+    assert re.search(r'train\.num_rollout = "many": input should be a valid integer', text)
+
+
+def test_missing_tables_and_keys(complaints, bound):
+    told = complaints(text='name = "a"\n[rollout]\nrollout_batch_size = 1\n')
+    missing = {"model", "backend", "engine", "algo", "train", "rollout.rollout_max_response_len"}
+    assert {line.split(":")[0] for line in told} == missing
+    assert all("is missing" in line for line in told)
+
+
+def test_a_name_that_cannot_be_a_folder(complaints):
+    only(complaints("--name", "../out"), r'^name = "\.\./out": ')
+
+
+# --- Parts of an algorithm --------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_gives_its_parts_their_options(bound):
+    run = bound("--algo", "dapo")
+    assert run.algo.loss.name == "clip"
+    assert run.algo.loss.config.eps_clip_high == 0.28
+    assert run.algo.keys.aggregation == "token_mean"
+    assert [part.name for part in run.filters] == ["nonzero_std"]
+
+
+def test_the_run_file_wins_over_the_recipe(bound):
+    run = bound("--algo", "dapo", "--eps-clip-high", "0.5", "--aggregation", "seq_mean")
+    assert run.algo.loss.config.eps_clip_high == 0.5
+    assert run.algo.loss.config.eps_clip == 0.2
+    assert run.algo.keys.aggregation == "seq_mean"
+
+
+def test_a_part_in_anothers_place_does_not_inherit_the_recipes_options(bound):
+    run = bound("--algo", "dapo", "--loss", "cispo")
+    assert run.algo.loss.config.eps_clip_high == 4.0
+    run = bound("--algo", "dapo", "--loss", "cispo", "--eps-clip-high", "3")
+    assert run.algo.loss.config.eps_clip_high == 3.0
+    assert run.algo.loss.config.eps_clip == 1.0
+
+
+def test_options_of_a_replaced_part_are_flags_too(bound):
+    run = bound("--loss", "sequence_clip", "--token-level")
+    assert run.algo.loss.config.token_level is True
+
+
+def test_options_may_stand_in_the_parts_own_table(bound, complaints):
+    run = bound("--set", "algo.loss={ name = 'clip', eps_clip = 0.4 }", "--eps-clip", "0.3")
+    assert run.algo.loss.config.eps_clip == 0.4
+    only(complaints("--set", "algo.loss={ name = 'clip', eps = 1 }"), r"^algo\.loss\.eps: unknown option")
+
+
+def test_an_option_of_no_part(complaints):
+    only(complaints("--set", "algo.gamma=0.9"), r'^algo\.gamma: no part of "grpo" \(clip, group_norm\) has this option')
+    only(complaints("--set", "algo.lamda=1", "--algo", "gspo"), r"sequence_clip")
+
+
+def test_an_unknown_part(complaints):
+    only(complaints("--loss", "clipp"), r'^algo\.loss = "clipp": unknown.*close match: clip')
+    only(complaints("--filters", "nonzero-std"), r"rollout\.filters\[0\]")
+    only(complaints("--algo", "grp0"), r'^algo\.name = "grp0": unknown.*close match: grpo')
+
+
+def test_a_filter_that_the_file_names_too_is_there_once(bound):
+    run = bound("--algo", "dapo", "--filters", "nonzero_std")
+    assert [part.name for part in run.filters] == ["nonzero_std"]
+
+
+# --- Cross-checks -----------------------------------------------------------------------------------------------------
+
+
+def test_batch_arithmetic(bound, complaints):
+    run = bound()
+    assert (run.rollouts_per_batch, run.global_batch_size, run.steps_per_rollout) == (32, 32, 1)
+    run = bound("--global-batch-size", "8")
+    assert run.steps_per_rollout == 4
+    run = bound("--set", "train={ num_rollout = 1, num_steps_per_rollout = 2 }")
+    assert (run.global_batch_size, run.steps_per_rollout) == (16, 2)
+    product = "rollout_batch_size 4 x n_samples_per_prompt 8 = 32"
+    only(
+        complaints("--global-batch-size", "12"),
+        f"{product} is not a multiple of global_batch_size 12. Nearest that fit: 8 and 16\\.",
+    )
+    only(complaints("--global-batch-size", "64"), r"Nearest that fit: 32\.")
+    only(
+        complaints("--set", "train={ num_rollout = 1, num_steps_per_rollout = 3 }"),
+        f"{product} does not divide by num_steps_per_rollout 3. Nearest that fit: 2 and 4\\.",
+    )
+    only(
+        complaints("--num-steps-per-rollout", "4"),
+        r"but global_batch_size 32 x num_steps_per_rollout 4 = 128\. Give only one of the two",
+    )
+    only(complaints("--over-sampling-batch-size", "3"), "say 4 or more, or leave it out")
+
+
+def test_the_kl_goes_into_the_reward_or_into_the_loss(complaints):
+    told = complaints("--kl-coef", "0.1", "--kl-loss-coef", "0.2", "--kl-reward-type", "k1")
+    assert "not both" in told[0]
+    only(complaints("--kl-coef", "0.1", "--kl-reward-type", "k1"), 'advantage "group_norm" takes no KL in the reward')
+
+
+def test_a_kl_loss_needs_no_switch(bound):
+    assert bound("--kl-loss-coef", "0.1").algo.kl_loss.name == "k3"
+    assert bound("--use-kl-loss", "--kl-loss-type", "k2").algo.kl_loss.name == "k2"
+    assert bound().algo.kl_loss is None
+
+
+def test_sampling_from_a_cut_distribution_needs_the_kept_ids(complaints):
+    told = complaints("--rollout-top-p", "0.9", "--rollout-top-k", "20")
+    assert len(told) == 2
+    assert told[0].startswith("rollout.rollout_top_p = 0.9: log-probs of a cut distribution need the kept token ids")
+    assert "Use rollout_top_k = -1." in told[1]
+
+
+def test_one_sample_per_prompt_gives_a_group_baseline_nothing_to_compare(bound, complaints):
+    one = ("--n-samples-per-prompt", "1", "--global-batch-size", "4")
+    only(complaints(*one), r"compares the samples of one prompt.*--n-samples-per-prompt 2 or more")
+    assert bound(*one, "--disable-rewards-normalization").rollouts_per_batch == 4
+
+
+def test_the_local_launcher_has_one_rank(bound, complaints):
+    two = ("--tensor-model-parallel-size", "2")
+    only(complaints(*two), "2 were asked for: say --launcher ray")
+    assert bound(*two, "--launcher", "ray").num_ranks == 2
+    assert bound("--launcher", "ray", "--actor-num-gpus-per-node", "4", "--actor-num-nodes", "2").num_ranks == 8
+
+
+def test_other_combinations(complaints):
+    only(complaints("--num-epoch", "1"), "exactly one of them")
+    only(complaints("--set", "train={ global_batch_size = 32 }"), "exactly one of them")
+    only(complaints("--ahead", "1", "--max-staleness", "0"), r"--max-staleness 1 or more")
+    only(complaints("--update-weights-interval", "3", "--max-staleness", "1"), r"--max-staleness 2 or more")
+    only(complaints("--transport", "direct"), r'sync\.transport = "direct": engine "fake" understands carrier')
+
+
+def test_a_run_without_a_reward(complaints):
+    told = complaints(text=dotted().replace('reward = "one"\n', ""))
+    only(told, r'^reward: algorithm "grpo" needs one')
+
+
+CORRECTION = """
+from slime_core.contracts.correction import CorrectionDriver
+from slime_core.plugin import driver
+
+@driver("slime.corrections", "weigh")
+class Weigh(CorrectionDriver):
+    @classmethod
+    def build(cls, config):
+        return None
+"""
+
+
+def test_rollout_log_probs_as_old_ones_leave_no_gap_to_correct(bound, complaints, tmp_path):
+    (tmp_path / "weigh.py").write_text(CORRECTION)
+    plugins = ("--plugin", str(tmp_path / "fakes.py"), str(tmp_path / "weigh.py"))
+    flags = (*plugins, "--corrections", "weigh")
+    assert [part.name for part in bound(*flags).algo.corrections] == ["weigh"]
+    only(complaints(*flags, "--use-rollout-logprobs"), r'correction "weigh" weighs the gap .* 0 by definition')
+
+
+def test_what_a_backend_says_of_the_models_config(complaints, tmp_path, bound):
+    config = tmp_path / "base" / "config.json"
+    config.write_text(json.dumps({"vocab_size": 33}))
+    only(complaints(), "only for a vocabulary of 32")
+    # A folder that is not there is not compared with anything; loading it tells.
+    config.unlink()
+    bound()
+
+
+# --- Evaluation sets --------------------------------------------------------------------------------------------------
+
+
+SETS = """
+[eval]
+eval_temperature = 0.4
+eval_max_response_len = 40
+pass_threshold = 0.5
+[eval.defaults]
+max_response_len = 30
+reward = "two"
+stop = ["d"]
+[eval.datasets.own]
+path = "own.jsonl"
+temperature = 0.0
+max_response_len = 20
+n_samples_per_eval_prompt = 4
+reward = "one"
+stop = []
+apply_chat_template = true
+metadata_overrides = { kind = "x" }
+[eval.datasets.plain]
+path = "plain.jsonl"
+"""
+
+
+def test_precedence_of_evaluation_settings(bound):
+    own, plain = bound(
+        "--rollout-top-p", "1", "--rollout-temperature", "0.8", "--rollout-max-context-len", "99", extra=SETS
+    ).evals
+    assert (own.name, plain.name) == ("own", "plain")
+    assert (own.temperature, plain.temperature) == (0.0, 0.4)  # set > eval_*
+    assert (own.max_response_len, plain.max_response_len) == (20, 30)  # set > defaults > eval_*
+    assert (own.num_samples, plain.num_samples) == (4, 1)
+    assert (own.reward.name, plain.reward.name) == ("one", "two")
+    assert (own.stop, plain.stop) == ((), ("d",))
+    assert (own.apply_chat_template, plain.apply_chat_template) == (True, False)
+    assert (own.input_key, own.label_key) == ("prompt", "label")  # the data table
+    assert own.pass_threshold == 0.5
+    assert own.metadata_overrides == {"kind": "x"}
+
+
+def test_without_any_of_them_the_rollout_decides(bound):
+    (only_set,) = bound("--rollout-temperature", "0.8", extra="[eval.datasets]\nt = 't.jsonl'\n").evals
+    assert only_set.temperature == 0.8
+    assert only_set.max_response_len == 16
+    assert only_set.reward.name == "one"
+
+
+def test_sets_may_be_pairs_a_list_or_a_mapping(bound, complaints):
+    pairs = bound("--eval-prompt-data", "a", "a.jsonl", "b", "b.jsonl")
+    listed = bound("--set", "eval.datasets=[{ name = 'a', path = 'a.jsonl' }, { name = 'b', path = 'b.jsonl' }]")
+    assert [s.name for s in pairs.evals] == [s.name for s in listed.evals] == ["a", "b"]
+    only(complaints("--eval-prompt-data", "a"), r"NAME PATH pairs, got 1 words")
+    only(complaints("--eval-prompt-data", "a", "a.jsonl", "a", "b.jsonl"), "the sets a are named twice")
+    only(
+        complaints("--set", "eval.datasets=[{ name = 'a', path = 'a' }, { name = 'a', path = 'b' }]"),
+        "the sets a are named twice",
+    )
+    only(complaints("--set", "eval.datasets=[{ path = 'a' }]"), r"datasets\[0\] has no name")
+
+
+def test_problems_of_sets_name_where_they_were_typed_and_come_once(complaints):
+    told = complaints(extra=SETS.replace('"two"', '"twoo"') + "[eval.datasets.other]\npath = 'o'\n")
+    only(told, r'^eval\.defaults\.reward\.name = "twoo": unknown')
+    told = complaints(extra=SETS.replace('reward = "one"', 'reward = "onee"'))
+    only(told, r'^eval\.datasets\.own\.reward\.name = "onee": unknown')
+    told = complaints(extra=SETS + "temprature = 1\n")
+    only(told, r"^eval\.datasets\.plain\.temprature: unknown option; close match: temperature")
+
+
+# --- Schema, explanations, round trip ---------------------------------------------------------------------------------
+
+
+CHOSEN = {"algo": "gspo", "reward": "math"}
+
+
+def test_the_schema_is_valid_and_takes_what_the_binding_takes(bound, tmp_path):
+    schema = run_schema(CHOSEN)
+    validator = jsonschema.Draft202012Validator
+    validator.check_schema(schema)
+    file = {
+        "name": "a",
+        "model": {"hf_checkpoint": "base"},
+        "data": {"prompt_data": ["train.jsonl"]},
+        "backend": "fake",
+        "engine": {"name": "fake", "mem_fraction_static": 0.5},
+        "reward": {"name": "math", "max_symbolic_chars": 3},
+        "algo": {"name": "gspo", "eps_clip": 0.1, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "aggregation": "seq_mean"},
+        "rollout": {
+            "rollout_batch_size": 1,
+            "rollout_max_response_len": 4,
+            "filters": ["nonzero_std", {"name": "length"}],
+        },
+        "train": {"num_rollout": 1, "lr": 1e-4},
+        "eval": {"datasets": {"held_out": {"path": "x", "reward": "math"}}},
+        "trackers": ["jsonl", {"name": "tensorboard"}],
+    }
+
+    def wrong(**changes):
+        return [error.message for error in validator(schema).iter_errors({**file, **changes})]
+
+    assert wrong() == []
+    assert wrong(algo="gspo", reward="math") == []
+    assert wrong(algo={"name": "gspo", "eps_clipp": 0.1})
+    assert wrong(algo={"name": "grpo"})
+    assert wrong(train={"num_rollout": 1, "lrr": 1})
+    assert wrong(train={"num_rollout": "many"})
+    assert wrong(model={})
+    assert wrong(trackers=[{"folder": "x"}])
+    algo = schema["$defs"]["algo_gspo"]
+    assert algo["properties"]["eps_clip"]["default"] == 3e-4
+    assert "Weight of the KL term" in algo["properties"]["kl_loss_coef"]["description"]
+    assert algo["properties"]["name"] == {"const": "gspo"}
+
+
+def test_the_schema_of_an_unknown_plugin():
+    with pytest.raises(PluginError, match="close match: gspo"):
+        run_schema({"algo": "gsp0"})
+
+
+@pytest.mark.parametrize("key", ["lr", "--lr", "train.lr", "--train.lr"])
+def test_explaining_a_kernel_key(key):
+    text = explain_key(key, CHOSEN)
+    assert text.startswith("train.lr\n")
+    for part in ("flag     --lr", "type     float, gt=0", "default  1e-06", "owner    slime", "Highest learning rate."):
+        assert part in text
+
+
+def test_explaining_a_plugins_key():
+    text = explain_key("eps-clip", {"algo": "gspo"})
+    assert "default  0.0003" in text
+    assert "owner    sequence_clip (slime-grpo" in text
+    everywhere = explain_key("algo.eps_clip", {})
+    assert everywhere.count("algo.eps_clip\n") == 3  # clip, sequence_clip, cispo
+
+
+def test_explaining_what_is_not_there():
+    with pytest.raises(ConfigError, match=r"train\.lrr: unknown key; close match: train\.lr"):
+        explain_key("train.lrr", CHOSEN)
+
+
+def test_the_list_of_keys_has_every_key_once():
+    lines = list_keys(CHOSEN).splitlines()
+    keys = [line.split()[0] for line in lines]
+    assert {"train.lr", "algo.eps_clip", "algo.kl_loss_coef", "rollout.filters", "reward.max_symbolic_chars"} <= set(
+        keys
+    )
+    assert len(keys) == len(set(keys))
+
+
+def test_the_resolved_config_is_a_run_file_of_the_same_run(bound, tmp_path):
+    import tomlkit
+
+    from slime_core.startup import drop_none
+
+    run = bound("--algo", "dapo", "--eps-clip", "0.1", "--warm-start", "w", "--kl-loss-coef", "0.1", extra=SETS)
+    manifest = build_manifest(run, data_fingerprint="d")
+    again = bound(text=tomlkit.dumps(drop_none(manifest.config)))
+    assert again.algo.loss.config == run.algo.loss.config
+    resolved = dict(build_manifest(again, data_fingerprint="d").config) | {"runs_dir": manifest.config["runs_dir"]}
+    assert resolved == manifest.config
+    assert build_manifest(again, data_fingerprint="d").fingerprint == manifest.fingerprint

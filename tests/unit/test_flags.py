@@ -1,0 +1,179 @@
+"""Flags: which key a word sets, and what is said about a word that sets none."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, Field
+
+from slime_core.config.flags import FlagTable, kernel_flags, option_flags
+from slime_core.config.load import merge
+from slime_core.contracts.paths import FlagText
+from slime_core.errors import ConfigError
+
+KERNEL = FlagTable.of(kernel_flags())
+
+
+def parse(*words, table=KERNEL, **how):
+    return table.parse(words, **how)
+
+
+def problems(*words, table=KERNEL):
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, table=table)
+    return caught.value.problems
+
+
+def test_the_kernels_flags_are_those_that_were_agreed_on():
+    """A new knob is a visible decision: write it into kernel_flags.txt."""
+    known = (Path(__file__).parent / "kernel_flags.txt").read_text().split()
+    found = sorted(f"--{flag.name}" for flag in kernel_flags())
+    assert found == known
+
+
+def test_every_kernel_flag_is_documented_and_unambiguous():
+    silent = [flag.name for flag in kernel_flags() if not flag.field.description and flag.path[-1] != "name"]
+    assert not silent
+    assert not KERNEL.ambiguous
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--lr", "1e-4"], ("train", "lr"), "1e-4"),
+        (["--lr=1e-4"], ("train", "lr"), "1e-4"),
+        (["--train.lr", "1e-4"], ("train", "lr"), "1e-4"),
+        (["--rollout_batch_size", "8"], ("rollout", "rollout_batch_size"), "8"),
+        (["--rollout-top-k", "-1"], ("rollout", "rollout_top_k"), "-1"),
+        (["--seed", "3"], ("seed",), "3"),
+        (["--algo", "grpo"], ("algo", "name"), "grpo"),
+        (["--algo.name", "grpo"], ("algo", "name"), "grpo"),
+        (["--reward", "math"], ("reward", "name"), "math"),
+        (["--eval.defaults.reward", "math"], ("eval", "defaults", "reward", "name"), "math"),
+        (["--launcher", "ray"], ("launcher", "name"), "ray"),
+        (["--advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
+        (["--algo.advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
+        (["--transport", "direct"], ("sync", "transport"), "direct"),
+        (["--balance-data"], ("train", "balance_data"), True),
+        (["--no-balance-data"], ("train", "balance_data"), False),
+        (["--no-train.balance-data"], ("train", "balance_data"), False),
+        (["--balance-data", "false"], ("train", "balance_data"), "false"),
+        (["--eval.defaults.top-p", "0.5"], ("eval", "defaults", "top_p"), "0.5"),
+        (["--max-staleness", "none"], ("rollout", "max_staleness"), None),
+        (["--filters", "a", "b,c"], ("rollout", "filters"), ["a", "b", "c"]),
+        (["--filters", '["a,b"]'], ("rollout", "filters"), ["a,b"]),
+        (["--eval-prompt-data", "x", "x.jsonl@[0:2]"], ("eval", "eval_prompt_data"), ["x", "x.jsonl@[0:2]"]),
+        (["--set", "train.lr=1e-4"], ("train", "lr"), 1e-4),
+        (["--set=rollout.filters=[{ name = 'a' }]"], ("rollout", "filters"), [{"name": "a"}]),
+        (["--set", "name=some words"], ("name",), "some words"),
+        (["--set", "algo.use_kl_loss=true"], ("algo", "use_kl_loss"), True),
+        (["--set", "reward.url=http://x/?a=b"], ("reward", "url"), "http://x/?a=b"),
+    ],
+)
+def test_a_flag_sets_a_key(words, path, value):
+    assert parse(*words) == [(path, value)]
+
+
+def test_text_from_flags_is_marked_also_inside_lists():
+    (_, plain), (_, listed), (_, nested) = parse(
+        "--ref-load", "here", "--plugin", "a.py", "b.py", "--set", "data.prompt_data=[{ path = 'x' }]"
+    )
+    assert isinstance(plain, FlagText)
+    assert all(isinstance(word, FlagText) for word in listed)
+    assert isinstance(nested[0]["path"], FlagText)
+
+
+def test_flags_follow_each_other():
+    assert parse("--balance-data", "--lr", "1", "--filters", "a", "--seed", "2", "--lr", "3") == [
+        (("train", "balance_data"), True),
+        (("train", "lr"), "1"),
+        (("rollout", "filters"), ["a"]),
+        (("seed",), "2"),
+        (("train", "lr"), "3"),
+    ]
+
+
+def test_every_word_that_is_not_understood_is_told_at_once():
+    told = problems("--rolout-batch-size", "3", "stray", "--lr", "--seed", "1", "--set", "lr", "--no-lr")
+    assert [re.match(r'"?(--)?[\w-]+', line).group() for line in told] == [
+        "--rolout-batch-size",
+        "--lr",
+        "--set",
+        "--no-lr",
+    ]
+    assert "close match: --rollout-batch-size" in told[0]
+    assert "wants a value" in told[1]
+    assert "KEY=VALUE" in told[2]
+
+
+def test_a_stray_word_is_told():
+    assert problems("stray") == ['"stray": unexpected word; flags start with --.']
+    assert problems("--seed", "1", "2") == ['"2": unexpected word; flags start with --.']
+
+
+def test_a_negated_switch_takes_no_value():
+    assert problems("--no-balance-data", "true") == ["--no-balance-data takes no value; say --train.balance_data true."]
+    assert problems("--no-balance-data=false")
+
+
+def test_lenient_parsing_keeps_what_it_knows():
+    words = ["--unknown", "3", "4", "--lr", "1", "--also-unknown"]
+    assert parse(*words, lenient=True) == [(("train", "lr"), "1")]
+
+
+class Options(BaseModel):
+    lr: float = 1.0
+    depth: int = 2
+    deep_switch: bool = Field(False)
+
+
+def test_plugin_options_a_kernel_key_wins_and_two_plugins_are_ambiguous():
+    table = FlagTable.of(
+        [
+            *kernel_flags(),
+            *option_flags(Options, ("backend",), "acme 1.0"),
+            *option_flags(Options, ("engine",), "other 1.0"),
+            *option_flags(Options, ("engine",), "other 1.0", prefix="fast-"),
+        ]
+    )
+    assert parse("--lr", "1", "--backend.lr", "2", table=table) == [(("train", "lr"), "1"), (("backend", "lr"), "2")]
+    assert problems("--depth", "1", table=table) == [
+        "--depth: several keys have this name; say --backend.depth or --engine.depth."
+    ]
+    assert parse("--fast-depth", "1", "--no-fast-deep-switch", table=table) == [
+        (("engine", "depth"), "1"),
+        (("engine", "deep_switch"), False),
+    ]
+
+
+# --- Merging ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_is_a_plain_name_grows():
+    assert merge({"algo": "grpo"}, [(("algo", "eps_clip"), 0.3)]) == {"algo": {"name": "grpo", "eps_clip": 0.3}}
+    assert merge({}, [(("algo", "eps_clip"), 0.3)]) == {"algo": {"eps_clip": 0.3}}
+
+
+def test_another_name_drops_the_options_of_the_old_one():
+    tables = {"algo": {"name": "grpo", "eps_clip": 0.3}}
+    assert merge(tables, [(("algo", "name"), "gspo")]) == {"algo": {"name": "gspo"}}
+    assert merge(tables, [(("algo", "name"), "grpo")]) == tables
+    assert tables == {"algo": {"name": "grpo", "eps_clip": 0.3}}
+
+
+def test_a_new_name_and_its_options_may_come_in_any_order():
+    tables = {"algo": {"name": "grpo", "eps_clip": 0.3}}
+    expected = {"algo": {"name": "gspo", "eps_clip": 0.1}}
+    eps, name = (("algo", "eps_clip"), 0.1), (("algo", "name"), "gspo")
+    assert merge(tables, [name, eps]) == expected
+    assert merge(tables, [eps, name]) == expected
+
+
+def test_later_values_win():
+    assert merge({"seed": 1}, [(("seed",), 2), (("seed",), 3)]) == {"seed": 3}
+
+
+@pytest.mark.parametrize("there", [["jsonl"], 5, 1.5, True])
+def test_a_key_inside_something_that_is_no_table(there):
+    with pytest.raises(ConfigError, match=r"trackers\.name\.x: trackers is not a table; set trackers as a whole"):
+        merge({"trackers": there}, [(("trackers", "name", "x"), 1)])

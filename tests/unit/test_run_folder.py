@@ -1,0 +1,217 @@
+"""Which folder a start belongs to; what two starts differ in; what makes them the same run."""
+
+import json
+import multiprocessing
+
+import pytest
+
+from slime_core.errors import ConfigError, PluginError, StorageError
+from slime_core.manifest import Manifest, build_manifest, check_required, differences, without
+from slime_core.run_folder import RunFolder, choose_folder, lock_folder
+
+
+def manifest(fingerprint="aa", **config):
+    return Manifest(
+        slime_core="0.1.0",
+        python="3.11",
+        libraries={},
+        plugins={},
+        plugin_files={},
+        trust_remote_code=False,
+        data="d",
+        config=config,
+        fingerprint=fingerprint,
+    )
+
+
+def begun(path, made, *, finished=False):
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(made.to_json())
+    if finished:
+        (path / "summary.json").write_text("{}")
+    return path
+
+
+def choose(runs, made, *, fresh=False, resume=None):
+    return choose_folder(runs, made, "run", fresh=fresh, resume=resume).path.name
+
+
+def test_the_first_start_takes_the_name(tmp_path):
+    assert choose(tmp_path, manifest()) == "run"
+
+
+def test_an_unfinished_run_of_the_same_fingerprint_goes_on(tmp_path):
+    begun(tmp_path / "run", manifest("aa"))
+    assert choose(tmp_path, manifest("aa")) == "run"
+
+
+@pytest.mark.parametrize(("there", "finished"), [("aa", True), ("bb", False), ("bb", True)])
+def test_a_finished_or_different_run_is_left_alone(tmp_path, there, finished):
+    begun(tmp_path / "run", manifest(there), finished=finished)
+    assert choose(tmp_path, manifest("aa")) == "run-2"
+    begun(tmp_path / "run-2", manifest("cc"))
+    assert choose(tmp_path, manifest("aa")) == "run-3"
+    begun(tmp_path / "run-3", manifest("aa"))
+    assert choose(tmp_path, manifest("aa")) == "run-3"
+
+
+def test_a_start_that_was_killed_while_it_wrote_its_manifest_left_nothing(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text('{"finger')
+    assert choose(tmp_path, manifest()) == "run"
+    # But what holds checkpoints is a run, whatever became of its manifest.
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert choose(tmp_path, manifest()) == "run-2"
+
+
+def test_a_summary_alone_is_a_finished_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert choose(tmp_path, manifest()) == "run-2"
+
+
+def test_resume_goes_on_in_the_folder_that_is_named(tmp_path):
+    begun(tmp_path / "there", manifest("aa"), finished=True)
+    assert choose(tmp_path, manifest("aa"), resume=tmp_path / "there") == "there"
+    with pytest.raises(ConfigError, match=r"no run there"):
+        choose(tmp_path, manifest("aa"), resume=tmp_path / "nowhere")
+
+
+def test_resume_of_another_run_says_what_differs(tmp_path):
+    begun(tmp_path / "there", manifest("aa", train={"lr": 1, "seed": 2}, name="a"))
+    with pytest.raises(ConfigError, match=r"another run: train\.lr: 1 -> 3\."):
+        choose(tmp_path, manifest("bb", train={"lr": 3, "seed": 2}, name="a"), resume=tmp_path / "there")
+    with pytest.raises(ConfigError, match=r"another run: data or plugins differ"):
+        choose(tmp_path, manifest("bb", train={"lr": 1, "seed": 2}, name="a"), resume=tmp_path / "there")
+
+
+def test_fresh_empties_the_folder(tmp_path):
+    begun(tmp_path / "run", manifest("bb"), finished=True)
+    assert choose(tmp_path, manifest("aa"), fresh=True) == "run"
+    assert not (tmp_path / "run").exists()
+    assert choose(tmp_path, manifest("aa"), fresh=True) == "run"
+
+
+def hold(path, held, done):
+    with lock_folder(RunFolder(path)):
+        held.set()
+        done.wait(20)
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    """Runs in tmp_path/run meanwhile."""
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "run", held, done))
+    process.start()
+    assert held.wait(20)
+    yield
+    done.set()
+    process.join()
+
+
+def test_two_processes_cannot_work_in_one_folder(tmp_path, other_process):
+    with pytest.raises(ConfigError, match="going on in another process"):
+        lock_folder(RunFolder(tmp_path / "run"))
+
+
+def test_fresh_does_not_pull_a_folder_from_under_another_process(tmp_path, other_process):
+    (tmp_path / "run" / "manifest.json").write_text(manifest("bb").to_json())
+    with pytest.raises(ConfigError, match="going on in another process"):
+        choose(tmp_path, manifest("aa"), fresh=True)
+    assert (tmp_path / "run" / "manifest.json").exists()
+
+
+def test_the_lock_ends_with_the_file(tmp_path):
+    lock_folder(RunFolder(tmp_path / "run")).close()
+    lock_folder(RunFolder(tmp_path / "run")).close()
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="--runs-dir"):
+        lock_folder(RunFolder(tmp_path / "file" / "run"))
+
+
+# --- The manifest -----------------------------------------------------------------------------------------------------
+
+
+def test_differences():
+    old = {"a": 1, "b": {"c": [1], "d": 2}, "gone": None}
+    new = {"a": 1, "b": {"c": [2], "d": 2}, "e": "x"}
+    assert differences(old, new) == ["b.c: [1] -> [2]", "e: None -> 'x'"]
+
+
+def test_without_leaves_the_original_alone():
+    config = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert without(config, (("a", "b"), ("d",), ("x", "y"))) == {"a": {"c": 2}}
+    assert config == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+def print_of(run, data="d"):
+    return build_manifest(run, data_fingerprint=data).fingerprint
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-rollout", "99"),
+        ("--runs-dir", "elsewhere"),
+        ("--trackers", "tensorboard"),
+        ("--save-interval", "2"),
+        ("--eval-prompt-data", "x", "x.jsonl"),
+        ("--dump-rollouts",),
+        ("--reward-workers", "2"),
+    ],
+)
+def test_what_does_not_change_the_training_does_not_change_the_run(bound, flags):
+    assert print_of(bound(*flags)) == print_of(bound())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--lr", "1"),
+        ("--seed", "2"),
+        ("--eps-clip", "0.1"),
+        ("--reward", "two"),
+        ("--rollout-temperature", "0.5"),
+        ("--kl-loss-coef", "0.1"),
+        ("--name", "other"),
+        ("--fake-mem-fraction-static", "0.1"),
+        ("--algo", "gspo"),
+    ],
+)
+def test_what_changes_the_training_makes_another_run(bound, flags):
+    assert print_of(bound(*flags)) != print_of(bound())
+
+
+def test_other_data_and_other_plugin_files_make_another_run(bound, tmp_path):
+    before = print_of(bound())
+    assert print_of(bound(), data="other") != before
+    with (tmp_path / "reward.py").open("w") as file:
+        file.write("from slime_core.plugin import reward\n@reward('three')\ndef three(sample):\n    return 3.0\n")
+    plugins = ("--plugin", str(tmp_path / "fakes.py"), str(tmp_path / "reward.py"))
+    with_three = print_of(bound(*plugins, "--reward", "three"))
+    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text().replace("3.0", "4.0"))
+    assert print_of(bound(*plugins, "--reward", "three")) != with_three
+
+
+def test_the_manifest_is_json_and_says_where_everything_came_from(bound):
+    made = json.loads(build_manifest(bound("--algo", "cispo"), data_fingerprint="d").to_json())
+    assert made["plugins"]["reward one"].startswith("slime.rewards:fakes.py/one ")
+    values = " ".join(made["plugins"].values())
+    assert "slime.losses:slime-grpo/cispo 0.1.0" in values
+    assert "slime.advantages:slime-grpo/group_norm" in values
+    assert made["plugin_files"]["fakes.py"]
+
+
+def test_required_plugins():
+    check_required(("slime-core>=0.1",))
+    with pytest.raises(PluginError) as caught:
+        check_required(("slime-core>=99", "acme-not-there>=1", "what is this"))
+    told = str(caught.value).splitlines()
+    assert 'pip install "slime-core>=99"' in told[0]
+    assert "acme-not-there is not installed" in told[1]
+    assert "is not a requirement" in told[2]

@@ -1,0 +1,216 @@
+"""Trajectories and episodes: what grows together stays together, and seeds depend on what is generated alone."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from slime_core.errors import EngineError
+from slime_core.rollout.episode import EngineEpisode
+from slime_core.rollout.seeds import request_seed
+from slime_core.rollout.single_turn import SingleTurn
+from slime_core.rollout.trajectory import Trajectory
+from slime_core.types.completion import Completion, FinishReason, SamplingParams
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Status, VersionSpan
+
+PROMPT = Prompt(group_index=6, text="q", token_ids=np.array([5, 6, 7], np.int32), metadata={"kind": "x"})
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens):
+        assert not skip_special_tokens
+        return "".join(chr(97 + i) for i in ids)
+
+
+def completion(tokens, reason="stop", spans=None):
+    tokens = np.array(tokens, np.int32)
+    return Completion(
+        request_id="r",
+        token_ids=tokens,
+        log_probs=-tokens.astype(np.float32),
+        finish_reason=FinishReason(reason),
+        spans=(VersionSpan(4, 0, len(tokens)),) if spans is None else tuple(VersionSpan(*span) for span in spans),
+    )
+
+
+def trajectory():
+    return Trajectory(PROMPT, index=12, rollout_id=3, tokenizer=Letters())
+
+
+def test_two_turns_with_a_tool_between_them():
+    grown = trajectory()
+    grown.append_completion(completion([1, 2], spans=[(4, 0, 1), (5, 1, 2)]))
+    grown.append_environment([8, 9])
+    assert grown.tokens.tolist() == [5, 6, 7, 1, 2, 8, 9]
+    grown.append_completion(completion([3], "length"))
+    sample = grown.finish(reward=0.5, metadata={"turns": 2})
+    assert sample.tokens.tolist() == [5, 6, 7, 1, 2, 8, 9, 3]
+    assert sample.response_tokens.tolist() == [1, 2, 8, 9, 3]
+    assert sample.loss_mask.tolist() == [1, 1, 0, 0, 1]
+    assert sample.rollout_log_probs.tolist() == [-1, -2, 0, 0, -3]
+    # Spans are in response tokens; the tool's belong to no version.
+    assert sample.spans == ((4, 0, 1), (5, 1, 2), (4, 4, 5))
+    assert sample.status is Status.TRUNCATED
+    assert sample.response == "bcijd"
+    assert (sample.index, sample.group_index, sample.rollout_id) == (12, 6, 3)
+    assert sample.metadata == {"kind": "x", "turns": 2}
+    assert sample.reward == 0.5
+    assert (sample.loss_mask.dtype, sample.rollout_log_probs.dtype, sample.tokens.dtype) == (
+        np.uint8,
+        np.float32,
+        np.int32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("stop", Status.COMPLETED), ("length", Status.TRUNCATED), ("abort", Status.ABORTED)],
+)
+def test_the_status_follows_the_finish_reason(reason, status):
+    grown = trajectory()
+    grown.append_completion(completion([1], reason))
+    assert grown.finish().status is status
+    assert grown.finish(status=Status.FAILED).status is Status.FAILED
+
+
+def test_an_empty_response():
+    sample = trajectory().finish()
+    assert sample.response_length == 0
+    assert sample.status is Status.PENDING
+    assert [len(v) for v in (sample.loss_mask, sample.rollout_log_probs, sample.response_tokens)] == [0, 0, 0]
+    assert sample.tokens.tolist() == [5, 6, 7]
+    grown = trajectory()
+    grown.append_completion(completion([], spans=[(4, 0, 0)]))
+    assert grown.finish().spans == ()
+
+
+def test_going_on_from_what_was_kept():
+    first = trajectory()
+    first.append_completion(completion([1, 2], "abort"))
+    first.append_environment([8])
+    again = trajectory()
+    again.restart_from(first.finish())
+    again.append_completion(completion([3], spans=[(9, 0, 1)]))
+    sample = again.finish()
+    assert sample.tokens.tolist() == [5, 6, 7, 1, 2, 8, 3]
+    assert sample.loss_mask.tolist() == [1, 1, 0, 1]
+    assert sample.spans == ((4, 0, 2), (9, 3, 4))
+    assert sample.status is Status.COMPLETED
+    assert sample.oldest_version(99) == 4
+
+
+def test_an_answer_whose_log_probs_do_not_fit_is_refused():
+    wrong = Completion(
+        request_id="train/1/0",
+        token_ids=np.array([1, 2], np.int32),
+        log_probs=np.array([-1], np.float32),
+        finish_reason=FinishReason.STOP,
+        spans=(),
+    )
+    with pytest.raises(EngineError, match="train/1/0: the engine answered with 2 tokens and 1 log-probs"):
+        trajectory().append_completion(wrong)
+
+
+# --- Episodes ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self, tokens=(1, 2)):
+        self.requests = []
+        self.tokens = tokens
+
+    async def generate(self, request):
+        self.requests.append(request)
+        return completion(list(self.tokens))
+
+
+def episode(client, *, attempt=0, scope="train", index=12, position=4, kept=None, room=None, stop=None, budget=10):
+    return EngineEpisode(
+        prompt=PROMPT,
+        index=index,
+        position=position,
+        scope=scope,
+        attempt=attempt,
+        seed=77,
+        sampling=SamplingParams(max_new_tokens=budget, temperature=0.5),
+        max_context_len=room,
+        client=client,
+        tokenizer=Letters(),
+        evaluation=False,
+        stop=stop or asyncio.Event(),
+        kept=kept,
+    )
+
+
+async def turns(made, count=2):
+    for _ in range(count):
+        await made.complete(PROMPT.token_ids)
+
+
+async def test_turns_have_ids_and_seeds_of_their_own():
+    client = Recorder()
+    made = episode(client)
+    await turns(made, 3)
+    assert [r.request_id for r in client.requests] == made.request_ids == ["train/12/0", "train/12/1", "train/12/2"]
+    assert len({r.seed for r in client.requests}) == 3
+    assert len({r.session_id for r in client.requests}) == 1
+
+
+async def test_a_retry_has_other_ids_and_the_same_seeds():
+    first, again, elsewhere = Recorder(), Recorder(), Recorder()
+    await turns(episode(first))
+    await turns(episode(again, attempt=1))
+    await turns(episode(elsewhere, scope="eval-x"))
+    assert {r.request_id for r in first.requests}.isdisjoint(r.request_id for r in again.requests)
+    assert [r.seed for r in first.requests] == [r.seed for r in again.requests]
+    assert {r.seed for r in first.requests}.isdisjoint(r.seed for r in elsewhere.requests)
+
+
+def test_seeds_are_63_bits_and_depend_on_every_part():
+    seeds = {request_seed(*parts) for parts in [(1, "a", 2), (1, "a", 3), (2, "a", 2), (1, "b", 2), (1, "a", 2, 0)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Pinned: another hash would make another run of every seed.
+    assert request_seed(1, "train", 2, 3, 0) == request_seed(1, "train", 2, 3, 0) == PINNED
+
+
+PINNED = 0
+
+
+async def test_the_budget_is_what_the_context_leaves():
+    client = Recorder()
+    await episode(client, room=8).complete(PROMPT.token_ids)
+    await episode(client, room=99).complete(PROMPT.token_ids)
+    assert [r.sampling.max_new_tokens for r in client.requests] == [5, 10]
+    assert client.requests[0].sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize("room", [3, 2])
+async def test_no_room_is_truncated_at_once(room):
+    client = Recorder()
+    (sample,) = await SingleTurn().generate(episode(client, room=room))
+    assert sample.status is Status.TRUNCATED
+    assert sample.response_length == 0
+    assert client.requests == []
+
+
+async def test_a_stopped_episode_asks_no_engine():
+    client, stop = Recorder(), asyncio.Event()
+    stop.set()
+    (sample,) = await SingleTurn().generate(episode(client, stop=stop))
+    assert sample.status is Status.ABORTED
+    assert client.requests == []
+
+
+async def test_a_single_turn_goes_on_with_what_is_left_of_the_budget():
+    first = trajectory()
+    first.append_completion(completion([1, 2, 3], "abort"))
+    client = Recorder((4,))
+    (sample,) = await SingleTurn().generate(episode(client, kept=first.finish()))
+    assert client.requests[0].token_ids.tolist() == [5, 6, 7, 1, 2, 3]
+    assert client.requests[0].sampling.max_new_tokens == 7
+    assert sample.response_tokens.tolist() == [1, 2, 3, 4]
+    (sample,) = await SingleTurn().generate(episode(client, kept=first.finish(), budget=3))
+    assert sample.status is Status.TRUNCATED
+    assert len(client.requests) == 1
