@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # uv does not read pip's settings; where wheels lie on disk for pip, they are meant for uv too.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Tests start many processes: without compiled modules each start takes several times as long.
+unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 PLUGINS := slime-estimators slime-filters slime-grpo slime-fsdp slime-local slime-rm-math slime-track
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))

@@ -15,7 +15,14 @@ def build_launcher(config: LauncherConfig) -> Launcher:
 
             return LocalLauncher()
         case "ray":
-            from slime_core.launch.ray import RayLauncher
+            try:
+                from slime_core.launch.ray import RayLauncher
+            except ModuleNotFoundError as error:
+                if error.name != "ray":
+                    raise
+                raise ConfigError(
+                    'launcher.name = "ray": Ray is not installed. Type: pip install "slime-core[ray]".'
+                ) from error
 
             return RayLauncher(config)
 

@@ -20,4 +20,5 @@ class LocalSegments:
         return values.new_zeros(self._num_samples).index_add(0, self._segments, values)
 
     def expand(self, values: Tensor) -> Tensor:
-        return values[self._segments]
+        # index_select: the backward of indexing may add in any order on several threads.
+        return values.index_select(0, self._segments)

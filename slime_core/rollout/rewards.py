@@ -12,9 +12,10 @@ import functools
 import math
 import multiprocessing
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from typing import Final
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -24,6 +25,8 @@ from slime_core.errors import RewardError
 from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
 from slime_core.types.sample import Sample, SampleGroup, Status
+
+WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
 
 
 class RewardPool:
@@ -46,7 +49,10 @@ class RewardPool:
         """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
         does. Raises what building it raises."""
         self._specs.append(spec.to_json())
-        await asyncio.wrap_future(self._pool.schedule(build_reward, args=(spec.to_json(), self._plugin_files)))
+        # The first task starts the workers, and the threads that replace them.
+        with interrupts_held_back():
+            future = self._pool.schedule(build_reward, args=(spec.to_json(), self._plugin_files))
+        await asyncio.wrap_future(future)
 
     async def score(self, spec: PartSpec, group: SampleGroup, reward_key: str | None) -> SampleGroup:
         """The group with rewards. Aborted and failed samples, and those that have a reward already, are not scored.
@@ -69,12 +75,15 @@ class RewardPool:
                 "fail_sample to go on without it."
             ) from None
         except ProcessExpired as error:
-            raise RewardError(f"{where}: its worker process died (exit code {error.exitcode}).") from error
+            raise RewardError(f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}") from error
         except asyncio.CancelledError:
             future.cancel()
             raise
+        except RewardError:
+            # It says itself on which prompt, and what to type.
+            raise
         except Exception as error:
-            raise RewardError(f"{where}: raised {type(error).__name__}: {error}") from error
+            raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {WAY_ON}") from error
         samples = list(group.samples)
         if len(values) != len(asked):
             raise RewardError(f"{where}: returned {len(values)} values for {len(asked)} samples.")
@@ -115,6 +124,17 @@ def finite(value: object, where: str) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{where}: returned {number}; rewards must be finite.")
     return number
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """What is started meanwhile never sees Ctrl-C: a worker that has not come to `start_worker` yet would end with a
+    traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(specs: Sequence[str], plugin_files: tuple[PluginFile, ...]) -> None:

@@ -1,8 +1,9 @@
-"""Strangers' distributions, built as wheels and installed into folders of their own."""
+"""Whole runs of the `slime` command on a tiny model, and strangers' distributions, installed in folders of their own."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -10,9 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
 SOURCES = Path(__file__).parent / "third_party"
 
 
@@ -30,7 +33,7 @@ class Installed:
 
     def slime(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """The `slime` command, with these distributions."""
-        return self._run([sys.executable, "-c", "from slime_core.cli.main import main; main()", *words], variables)
+        return self._run([*SLIME, *words], variables)
 
     def _run(self, command: Sequence[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=self.env(**variables), capture_output=True, text=True, check=False)
@@ -70,3 +73,126 @@ def installer() -> list[str]:
     uv = shutil.which("uv")
     assert uv is not None, "neither pip nor uv is there to install a wheel"
     return [uv, "pip", "install"]
+
+
+TINY_RUN = """\
+name = "tiny"
+runs_dir = "runs"
+backend = "fsdp"
+engine = "local"
+reward = "gsm8k"
+algo = "grpo"
+[model]
+hf_checkpoint = "base"
+[data]
+prompt_data = "train.jsonl"
+input_key = "prompt"
+label_key = "label"
+[rollout]
+rollout_batch_size = 2
+n_samples_per_prompt = 2
+rollout_max_response_len = 4
+[train]
+num_rollout = 5
+lr = 1e-3
+[checkpoint]
+save_interval = 1
+keep_checkpoints = 3
+save_hf = false
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a `slime` command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The paragraph that tells what went wrong."""
+        assert "Traceback" not in self.err, self.err
+        before, found, told = self.err.rpartition("error: ")
+        assert found, f"no error was told: {self.err or self.out}"
+        assert not before or before.endswith("\n"), self.err
+        assert "\n\n" not in told, f"more than one paragraph: {told}"
+        assert self.code != 0, told
+        return told
+
+
+class TinyRun:
+    """A folder with run.toml, base/ (a model) and train.jsonl, and the `slime` command in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """In a process group of its own, which Ctrl-C can be sent to."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [*SLIME, *words], cwd=self.folder, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+
+    def slime(self, *words: str) -> Ended:
+        return self.end(self.start(*words))
+
+    def run(self, *words: str) -> Ended:
+        return self.slime("run", "run.toml", *words)
+
+    @staticmethod
+    def end(process: subprocess.Popen[str], timeout_s: float = 240) -> Ended:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        return Ended(process.returncode, out, err)
+
+    def steps(self, axis: str = "rollout/step", run: str = "tiny") -> list[int]:
+        """The steps in metrics.jsonl, in its order."""
+        return [record["step"] for record in self.metrics(run) if record["axis"] == axis]
+
+    def metrics(self, run: str = "tiny") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()]
+
+    def checkpoints(self, run: str = "tiny") -> list[str]:
+        return sorted(path.parent.name for path in (self.runs / run / "checkpoints").glob("step_*/COMPLETE"))
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model for all tests: 10 thousand parameters, a character each for digits and signs."""
+    base = tmp_path_factory.mktemp("tiny") / "base"
+    sizes = ["--hidden-size", "32", "--num-layers", "1", "--intermediate-size", "64", "--max-length", "64"]
+    command = [*SLIME, "models", "new", str(base), "--alphabet", "0123456789+= ", *sizes]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return base
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tiny_base: Path) -> Callable[[Path], TinyRun]:
+    """Puts a run file, data and the model into a folder."""
+
+    def make(folder: Path) -> TinyRun:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(TINY_RUN)
+        rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(4)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shutil.copytree(tiny_base, folder / "base")
+        return TinyRun(folder)
+
+    return make
+
+
+@pytest.fixture
+def tiny(make_tiny: Callable[[Path], TinyRun], tmp_path: Path) -> TinyRun:
+    return make_tiny(tmp_path)

@@ -26,6 +26,7 @@ from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import TrainerSetup
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, TrainingError
+from slime_core.launch.choose import build_launcher
 from slime_core.launch.ray import RayLauncher, Slot, by_device, shares_of
 from slime_core.launch.ray_actors import Location
 from slime_core.launch.ray_cluster import RayCluster
@@ -368,9 +369,9 @@ async def test_shared_columns_are_read_only_views_of_one_memory(workers):
 
 async def test_buckets_go_to_the_engines_as_references(workers):
     rank, other = workers.ranks
-    drained = asyncio.create_task(collect(other.stream("export_weights", 4, 200_000)))
+    drained = asyncio.create_task(collect(other.stream("export_weights", 5, 200_000)))
     sums = []
-    async for bucket in rank.stream("export_weights", 4, 200_000):
+    async for bucket in rank.stream("export_weights", 5, 200_000):
         assert isinstance(bucket, ray.ObjectRef)
         await asyncio.sleep(0.2)
         ahead = int((workers.folder / "progress_0").read_text()) - len(sums)
@@ -378,8 +379,8 @@ async def test_buckets_go_to_the_engines_as_references(workers):
         seen = await asyncio.gather(*(engine.call("load_bucket", bucket) for engine in workers.engines))
         assert seen[0]["data"]["place"] == seen[1]["data"]["place"]
         sums.append(seen[0]["data"]["sum"])
-    assert sums == [0.0, 200_000.0, 400_000.0, 600_000.0]
-    assert await drained == [None] * 4
+    assert sums == [0.0, 200_000.0, 400_000.0, 600_000.0, 800_000.0]
+    assert await drained == [None] * 5
     await asyncio.gather(*(engine.call("pause") for engine in workers.engines))
 
 
@@ -537,6 +538,13 @@ async def test_an_address_without_a_cluster_is_a_config_error():
         RayCluster.join("127.0.0.1:1")
     with pytest.raises(ConfigError, match="not a Ray client"):
         RayCluster.join("ray://127.0.0.1:10001")
+
+
+async def test_without_ray_one_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "slime_core.launch.ray")
+    with pytest.raises(ConfigError, match=r'Type: pip install "slime-core\[ray\]"'):
+        build_launcher(CONFIG)
 
 
 async def test_ctrl_c_leaves_the_workers_to_the_driver(tmp_path):

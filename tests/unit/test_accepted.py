@@ -1,0 +1,439 @@
+"""The collector with groups that end when the test says so, and the runner that makes groups of answers."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.item import ItemKind
+from slime_core.buffer.pop_first import PopFirstFilter
+from slime_core.config.rollout import RolloutConfig
+from slime_core.contracts.filter import FilterDecision, GroupFilter
+from slime_core.contracts.generator import Generator
+from slime_core.errors import EngineError, PluginError, RewardError, RolloutError
+from slime_core.rollout import accepted as room
+from slime_core.rollout.accepted import AcceptedGroups
+from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
+from slime_core.types.completion import SamplingParams
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Sample, SampleGroup, Status
+
+
+def prompt(number):
+    return Prompt(group_index=number, text="q", token_ids=np.array([1], np.int32), origin=f"train.jsonl:{number}")
+
+
+class Numbers:
+    """Prompts 0, 1, 2, … up to `end`."""
+
+    metrics = {}
+
+    def __init__(self, end=10**6):
+        self.next, self.end = 0, end
+
+    def take(self, num_prompts):
+        first, self.next = self.next, min(self.next + num_prompts, self.end)
+        return [prompt(number) for number in range(first, self.next)]
+
+    def state(self):
+        return {"next": self.next}
+
+
+def group_of(of_prompt, rewards=(0.0, 1.0), status=Status.COMPLETED):
+    return SampleGroup(
+        prompt=of_prompt,
+        samples=tuple(
+            Sample(
+                index=of_prompt.group_index * len(rewards) + n,
+                group_index=of_prompt.group_index,
+                rollout_id=of_prompt.group_index * len(rewards) + n,
+                prompt=of_prompt,
+                tokens=np.array([1, 2], np.int32),
+                prompt_length=1,
+                loss_mask=np.ones(1, np.uint8),
+                rollout_log_probs=np.zeros(1, np.float32),
+                reward=None if status is Status.FAILED else reward,
+                status=status,
+            )
+            for n, reward in enumerate(rewards)
+        ),
+    )
+
+
+class ScriptedRunner:
+    """Groups end in the order of `order` (numbers not listed: at once, in order of submission), as `outcomes` says."""
+
+    def __init__(self, order=(), outcomes=None):
+        self.started, self.aborted, self.kept = [], [], {}
+        self.order, self.outcomes = list(order), outcomes or {}
+        self.ended = {}
+
+    def start(self, of_prompt, kept=()):
+        number = of_prompt.group_index
+        self.started.append(number)
+        self.kept[number] = kept
+        self.ended[number] = asyncio.Event()
+        stop = asyncio.Event()
+        return RunningGroup(
+            prompt=of_prompt, episodes=[], stop=stop, task=asyncio.create_task(self._run(of_prompt, stop))
+        )
+
+    async def _run(self, of_prompt, stop):
+        number = of_prompt.group_index
+        if number in self.order:
+            for earlier in self.order[: self.order.index(number)]:
+                while earlier not in self.ended:
+                    await asyncio.sleep(0)
+                await self.ended[earlier].wait()
+        outcome = self.outcomes.get(number, (0.0, 1.0))
+        if outcome == "never":
+            await stop.wait()
+            outcome = Status.ABORTED
+        self.ended[number].set()
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, Status):
+            return group_of(of_prompt, status=outcome)
+        return group_of(of_prompt, outcome)
+
+    async def abort(self, groups):
+        for group in groups:
+            self.aborted.append(group.prompt.group_index)
+            group.stop.set()
+
+
+class NotEqual(GroupFilter):
+    """Rewards differ; `gently`: kept after all if too few candidates remain."""
+
+    def __init__(self, gently=False):
+        self.gently = gently
+
+    def decide(self, group):
+        keep = len(set(group.rewards)) > 1
+        return FilterDecision(keep=keep, reason=f"all_{group.rewards[0]:g}", keep_when_insufficient=self.gently)
+
+
+class Even(GroupFilter):
+    def decide(self, group):
+        return FilterDecision(keep=group.group_index % 2 == 0, reason="odd")
+
+
+class Setup:
+    def __init__(self, runner, *, filters=(), end=10**6, **config):
+        given = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 4, **config}
+        self.runner = runner
+        self.buffer = DataBuffer(Numbers(end), PopFirstFilter())
+        self.observed = []
+        self.context = RolloutContext(
+            config=RolloutConfig(**given),
+            buffer=self.buffer,
+            runner=runner,
+            filters=filters,
+            observe=lambda *event: self.observed.append(event),
+        )
+
+    async def collect(self, step=0):
+        groups = await asyncio.wait_for(AcceptedGroups().collect(step, self.context), 5)
+        return [group.group_index for group in groups]
+
+    @property
+    def waiting(self):
+        return [(item.prompt.group_index, item.kind) for item in self.buffer.items]
+
+    @property
+    def refused(self):
+        return [(group.group_index, reason) for group, reason in self.observed[-1][2]]
+
+
+SAME = (1.0, 1.0)
+
+
+@pytest.mark.parametrize("order", [[], [3, 2, 1, 0], [2, 0, 3, 1]])
+async def test_groups_are_accepted_in_the_order_of_submission_whatever_ends_first(order):
+    setup = Setup(ScriptedRunner(order, {3: "never"} if not order else {}), over_sampling_batch_size=4)
+    assert await setup.collect() == [0, 1]
+    assert setup.runner.started == [0, 1, 2, 3]
+    # The surplus goes back as prompts, in order, to be the first next time.
+    assert setup.waiting == [(2, ItemKind.RETURNED), (3, ItemKind.RETURNED)]
+    setup.runner.outcomes.clear()
+    assert await setup.collect(1) == [2, 3]
+
+
+async def test_rejected_groups_are_replaced_once_all_have_ended():
+    setup = Setup(ScriptedRunner([1, 0], {0: SAME, 2: SAME}), filters=[NotEqual()])
+    assert await setup.collect() == [1, 3]
+    assert setup.runner.started == [0, 1, 2, 3]
+    assert setup.refused == [(0, "all_1"), (2, "all_1")]
+    assert dict(setup.context.counts) == {"rollout/dynamic_filter/drop_all_1": 2}
+    assert setup.waiting == []
+    step, groups, _ = setup.observed[0]
+    assert (step, [group.group_index for group in groups]) == (0, [1, 3])
+
+
+async def test_waves_keep_the_ratio_of_over_sampling():
+    outcomes = dict.fromkeys([0, 1, 2, 3, 4], SAME)
+    setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], rollout_batch_size=4, over_sampling_batch_size=6)
+    assert await setup.collect() == [5, 6, 7, 8]
+    # Six at first; three are missing after one was accepted, which are ceil(3 x 6 / 4) = 5 more.
+    assert setup.runner.started == list(range(11))
+    assert setup.waiting == [(9, ItemKind.RETURNED), (10, ItemKind.RETURNED)]
+
+
+async def test_eager_refill_starts_anew_at_once_and_drained_waits():
+    for refill, started in (("eager", [0, 1, 2, 3]), ("drained", [0, 1, 2])):
+        # 1 and 2 wait for 99, which is nobody.
+        runner = ScriptedRunner([0, 99, 1, 2], {0: SAME})
+        setup = Setup(runner, filters=[NotEqual()], refill=refill, rollout_batch_size=3)
+        collecting = asyncio.create_task(setup.collect())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        seen = list(runner.started)
+        assert setup.context.counts["rollout/dynamic_filter/drop_all_1"] == 1
+        runner.ended[99] = asyncio.Event()
+        runner.ended[99].set()
+        assert await collecting == [1, 2, 3]
+        assert seen == started, refill
+
+
+async def test_filters_run_in_order_and_the_first_that_drops_counts():
+    setup = Setup(ScriptedRunner((), {1: SAME}), filters=[Even(), NotEqual()])
+    assert await setup.collect() == [0, 2]
+    assert setup.refused == [(1, "odd")]
+    setup = Setup(ScriptedRunner((), {1: SAME}), filters=[NotEqual(), Even()])
+    assert await setup.collect() == [0, 2]
+    assert setup.refused == [(1, "all_1")]
+
+
+async def test_a_preference_yields_when_too_few_candidates_remain():
+    # Two of three are wanted: the first may go, the second would leave too few.
+    outcomes = dict.fromkeys([0, 1, 2], SAME)
+    setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual(gently=True)], over_sampling_batch_size=3)
+    assert await setup.collect() == [1, 2]
+    assert setup.refused == [(0, "all_1")]
+
+
+async def test_a_preference_that_yields_does_not_overrule_the_next_filter():
+    setup = Setup(ScriptedRunner((), {1: SAME}), filters=[NotEqual(gently=True), Even()])
+    assert await setup.collect() == [0, 2]
+    assert setup.refused == [(1, "odd")]
+
+
+async def test_too_many_rejections_end_the_step_with_the_reasons():
+    outcomes = dict.fromkeys(range(100), SAME) | {3: (0.0, 0.0)}
+    setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], max_filtered_groups=5)
+    with pytest.raises(
+        RolloutError,
+        match=r"step 7: 5 groups were rejected while 0 of 2 were accepted \(all_1 4, all_0 1\).*--max-filtered-groups",
+    ):
+        await setup.collect(7)
+    # By default ten times the batch.
+    setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()])
+    with pytest.raises(RolloutError, match="20 groups were rejected"):
+        await setup.collect()
+
+
+async def test_failed_groups_go_back_or_are_dropped():
+    for way, waiting in (("requeue", [(0, ItemKind.RETURNED)]), ("drop", [])):
+        setup = Setup(ScriptedRunner((), {0: Status.FAILED}), on_failed_group=way)
+        assert await setup.collect() == [1, 2]
+        assert setup.refused == [(0, "failed")]
+        assert setup.context.counts["rollout/failed_groups"] == 1
+        assert setup.waiting == waiting
+
+
+async def test_a_group_that_an_engine_ended_is_no_answer():
+    setup = Setup(ScriptedRunner((), {1: Status.ABORTED}))
+    assert await setup.collect() == [0, 2]
+    assert setup.waiting == [(1, ItemKind.RETURNED)]
+
+
+async def test_what_is_still_running_is_aborted_and_counted():
+    setup = Setup(ScriptedRunner((), {2: "never", 3: SAME}), over_sampling_batch_size=4)
+    assert await setup.collect() == [0, 1]
+    assert 2 in setup.runner.aborted
+    assert setup.context.counts == {"rollout/aborted_groups": 1, "rollout/surplus_groups": 1}
+
+
+async def test_an_abort_that_missed_is_repeated(monkeypatch):
+    monkeypatch.setattr(room, "ABORT_INTERVAL_S", 0.01)
+
+    class Deaf(ScriptedRunner):
+        async def abort(self, groups):
+            self.aborted += [group.prompt.group_index for group in groups]
+            if len(self.aborted) == 3:
+                await super().abort(groups)
+
+    setup = Setup(Deaf((), {2: "never"}), over_sampling_batch_size=3)
+    assert await setup.collect() == [0, 1]
+    assert setup.runner.aborted == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("error", [RewardError("reward"), EngineError("engine")])
+async def test_an_error_ends_the_step_and_loses_no_prompt(error):
+    setup = Setup(ScriptedRunner((), {1: error, 2: "never"}), rollout_batch_size=3)
+    with pytest.raises(type(error)):
+        await setup.collect()
+    assert [number for number, _ in setup.waiting] == [1, 2]
+    assert setup.observed == []
+
+
+async def test_cancelling_the_step_ends_what_runs():
+    runner = ScriptedRunner((), {0: "never", 1: "never"})
+    setup = Setup(runner)
+    collecting = asyncio.create_task(AcceptedGroups().collect(0, setup.context))
+    while len(runner.started) < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(collecting, 5)
+    assert [number for number, _ in setup.waiting] == [0, 1]
+
+
+async def test_the_data_may_end():
+    setup = Setup(ScriptedRunner(), end=3)
+    assert await setup.collect() == [0, 1]
+    with pytest.raises(RolloutError, match="step 1: the data has ended"):
+        await setup.collect(1)
+
+
+# --- The runner -------------------------------------------------------------------------------------------------------
+
+
+class Answers(Generator):
+    """Fails as often as `failures` says for an index; otherwise one sample, or what `samples` makes of it."""
+
+    def __init__(self, failures=None, samples=None):
+        self.failures, self.samples = dict(failures or {}), samples
+        self.asked = []
+
+    async def generate(self, episode):
+        index = episode.trajectory().index
+        self.asked.append((index, episode.trajectory().response_length))
+        if self.failures.get(index, 0):
+            self.failures[index] -= 1
+            raise ValueError("tool broke")
+        sample = replace(group_of(episode.prompt).samples[0], index=index, rollout_id=index, reward=None)
+        return [sample] if self.samples is None else self.samples(sample)
+
+
+class Rewards:
+    def __init__(self, error=None):
+        self.error = error
+
+    async def score(self, spec, group, key):
+        if self.error is not None:
+            raise self.error
+        return replace(group, samples=tuple(replace(s, reward=float(s.index)) for s in group.samples))
+
+
+class FakePart:
+    def spec(self):
+        return None
+
+
+def runner(generator, *, rewards=None, retries=3, tolerant=False):
+    failures = []
+    made = GroupRunner(
+        GroupSettings(
+            scope="train",
+            num_samples=3,
+            sampling=SamplingParams(max_new_tokens=4),
+            seed=1,
+            max_context_len=None,
+            reward=FakePart(),
+            reward_key=None,
+            evaluation=False,
+            max_retries=retries,
+            fail_sample_on_reward_failure=tolerant,
+        ),
+        generator=generator,
+        client=None,
+        tokenizer=None,
+        rewards=rewards or Rewards(),
+        on_failure=failures.append,
+    )
+    return made, failures
+
+
+async def test_answers_are_numbered_through_the_run():
+    made, _ = runner(Answers())
+    group = await made.start(prompt(5)).task
+    assert [sample.index for sample in group.samples] == [15, 16, 17]
+    assert group.rewards == [15, 16, 17]
+
+
+async def test_a_failed_answer_is_tried_again_and_then_given_up():
+    made, failures = runner(Answers({1: 2}))
+    group = await made.start(prompt(0)).task
+    assert [sample.status for sample in group.samples] == [Status.COMPLETED] * 3
+    assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(1, 1, True), (1, 2, True)]
+    made, failures = runner(Answers({1: 9}), retries=1)
+    group = await made.start(prompt(0)).task
+    assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert group.samples[1].response_length == 0
+    assert group.samples[1].remove_sample
+    assert [f.will_retry for f in failures] == [True, False]
+
+
+async def test_an_engine_error_is_not_tried_again():
+    class Dead(Generator):
+        async def generate(self, episode):
+            raise EngineError("dead")
+
+    made, failures = runner(Dead())
+    with pytest.raises(EngineError):
+        await made.start(prompt(0)).task
+    assert failures == []
+
+
+def wrong_mask(sample):
+    return [replace(sample, loss_mask=np.ones(3, np.uint8))]
+
+
+def wrong_span(sample):
+    return [replace(sample, spans=((0, 0, 5),))]
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        (lambda sample: [], "returned no sample"),
+        (wrong_mask, r"sample 0 has 1 response tokens, but \{'loss_mask': 3\}"),
+        (wrong_span, r"spans \[\(0, 0, 5\)\] with 1 response tokens"),
+    ],
+)
+async def test_samples_that_would_spoil_the_batch_stop_the_run(samples, told):
+    made, _ = runner(Answers(samples=samples))
+    with pytest.raises(PluginError, match=f"generator Answers:? ?.*{told}"):
+        await made.start(prompt(0)).task
+
+
+async def test_a_failing_reward_stops_the_run_or_fails_the_samples():
+    made, _ = runner(Answers(), rewards=Rewards(RewardError("no")))
+    with pytest.raises(RewardError):
+        await made.start(prompt(0)).task
+    made, failures = runner(Answers(), rewards=Rewards(RewardError("no")), tolerant=True)
+    group = await made.start(prompt(0)).task
+    assert {sample.status for sample in group.samples} == {Status.FAILED}
+    assert all(sample.remove_sample and sample.reward is None for sample in group.samples)
+    assert len(failures) == 1
+
+
+async def test_what_was_kept_is_not_generated_again():
+    """Finished answers are taken as they are, all the samples of one; unfinished ones go on."""
+    of_prompt = prompt(0)
+    first = group_of(of_prompt, (1.0,)).samples[0]
+    kept = (
+        replace(first, index=0, rollout_id=0),
+        replace(first, index=0, rollout_id=0, reward=2.0),
+        replace(first, index=1, rollout_id=1, status=Status.ABORTED),
+    )
+    generator = Answers()
+    made, _ = runner(generator)
+    group = await made.start(of_prompt, kept).task
+    assert generator.asked == [(1, 1), (2, 0)]
+    assert [sample.index for sample in group.samples] == [0, 0, 1, 2]

@@ -1,0 +1,192 @@
+"""Rewards in their worker processes: whatever one does, the run is told what and on which prompt."""
+
+from pathlib import Path
+
+import pytest
+
+from slime_core.config.bound import PartSpec
+from slime_core.errors import PluginError, RewardError
+from slime_core.plugin_file import PluginFile
+from slime_core.rollout.rewards import RewardPool
+from slime_core.types.sample import Status
+
+PLUGIN = """
+import os
+import time
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.plugin import driver, reward
+
+
+@reward("by_index")
+def by_index(sample):
+    return 10 * sample.index
+
+
+@reward("raising")
+def raising(sample):
+    raise KeyError("answer")
+
+
+@reward("hanging")
+def hanging(sample):
+    time.sleep(60)
+
+
+@reward("dying")
+def dying(sample):
+    os._exit(3)
+
+
+@reward("nan")
+def nan(sample):
+    return float("nan")
+
+
+@reward("text")
+def text(sample):
+    return "1.0"
+
+
+@reward("nothing")
+def nothing(sample):
+    return None
+
+
+@reward("several")
+def several(sample):
+    return {"score": sample.index, "acc": 0.5}
+
+
+@reward("too_few")
+def too_few(group):
+    return [1.0]
+
+
+@reward("no_list")
+def no_list(group):
+    return 1.0
+
+
+class SlowToBuild(RewardDriver):
+    @classmethod
+    def build(cls, config):
+        time.sleep(1.5)
+        return Fast()
+
+
+class Fast(Reward):
+    def score(self, group):
+        return [1.0 for _ in group.samples]
+
+
+driver("slime.rewards", "slow_to_build")(SlowToBuild)
+
+
+class Unbuildable(RewardDriver):
+    @classmethod
+    def build(cls, config):
+        raise ValueError("no model there")
+
+
+driver("slime.rewards", "unbuildable")(Unbuildable)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    path: Path = tmp_path_factory.mktemp("plugin") / "mine.py"
+    path.write_text(PLUGIN)
+    return (PluginFile.read(path),)
+
+
+@pytest.fixture(scope="module")
+def pool(files):
+    made = RewardPool(files, workers=1, timeout_s=1.0)
+    yield made
+    made.close()
+
+
+def spec(name):
+    return PartSpec(group="slime.rewards", name=f"mine.py/{name}", options={})
+
+
+async def told(pool, name, group, key=None):
+    with pytest.raises(RewardError) as caught:
+        await pool.score(spec(name), group, key)
+    return str(caught.value)
+
+
+async def test_whatever_a_reward_does_is_told_and_the_next_call_works(pool, make_group):
+    """One test, since every process that has to start takes seconds."""
+    await pool.warm(spec("by_index"))
+    unscored = unscored_group(make_group)
+    scored = await pool.score(spec("by_index"), unscored, None)
+    assert [sample.reward for sample in scored.samples] == [0, None, 99.0, None, 40]
+    assert unscored.samples[0].reward is None
+
+    where = " on train.jsonl:1: "
+    assert await told(pool, "raising", unscored) == f"reward \"mine.py/raising\"{where}raised KeyError: 'answer'"
+    assert (await told(pool, "nan", unscored)).endswith(f"{where}returned nan; rewards must be finite.")
+    assert (await told(pool, "text", unscored)).endswith(f"{where}returned '1.0', which is not a number.")
+    assert (await told(pool, "nothing", unscored)).endswith(f"{where}returned None, which is not a number.")
+    assert (await told(pool, "too_few", unscored)).endswith(f"{where}returned 1 values for 2 samples.")
+    assert "raised TypeError" in await told(pool, "no_list", unscored)
+    assert "returned ['acc', 'score']; say which one counts with --reward-key." in await told(pool, "several", unscored)
+    assert """returned no "f1" (--reward-key); there is ['acc', 'score'].""" in await told(
+        pool, "several", unscored, "f1"
+    )
+    chosen = await pool.score(spec("several"), unscored, "score")
+    assert [sample.reward for sample in chosen.samples] == [0, None, 99.0, None, 4]
+    assert chosen.samples[4].reward_parts == {"score": 4.0, "acc": 0.5}
+    with pytest.raises(ValueError, match="no model there"):
+        await pool.warm(spec("unbuildable"))
+
+    assert (await told(pool, "hanging", unscored)).endswith(
+        "no answer within 1 s. Raise --reward-timeout, or --on-reward-failure fail_sample to go on without it."
+    )
+    again = await pool.score(spec("by_index"), unscored, None)
+    assert again.samples[4].reward == 40
+    assert "its worker process died (exit code 3)." in await told(pool, "dying", unscored)
+    again = await pool.score(spec("by_index"), unscored, None)
+    assert again.samples[4].reward == 40
+
+
+async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(files, make_group):
+    """Building takes longer than the time limit; else no group could be scored again after one has hung."""
+    pool = RewardPool(files, workers=1, timeout_s=1.0)
+    try:
+        await pool.warm(spec("slow_to_build"))
+        assert "no answer" in await told(pool, "hanging", unscored_group(make_group))
+        scored = await pool.score(spec("slow_to_build"), unscored_group(make_group), None)
+        assert scored.samples[0].reward == 1
+    finally:
+        pool.close()
+
+
+async def test_an_unknown_reward_is_told(pool, make_group):
+    with pytest.raises((RewardError, PluginError), match="nowhere"):
+        await pool.score(spec("nowhere"), unscored_group(make_group), None)
+
+
+async def test_nothing_to_score_asks_nobody(make_group):
+    pool = RewardPool((), workers=1, timeout_s=1)
+    try:
+        group = make_group([1.0, None])
+        assert await pool.score(spec("by_index"), group, None) is group
+    finally:
+        pool.close()
+
+
+def unscored_group(make_group):
+    """Two to score; an aborted one, a failed one, and one that its generator has scored."""
+    from dataclasses import replace
+
+    group = make_group([0.0, 0.0, 99.0, 0.0, 0.0])
+    states = [Status.COMPLETED, Status.ABORTED, Status.COMPLETED, Status.FAILED, Status.TRUNCATED]
+    samples = [
+        replace(sample, reward=sample.reward if sample.reward == 99.0 else None, status=status)
+        for sample, status in zip(group.samples, states, strict=True)
+    ]
+    return replace(group, samples=tuple(samples))

@@ -1,0 +1,349 @@
+"""All ranks as one: what goes out to data-parallel shards and context-parallel parts comes back in the batch's order."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from slime_core.batch.flops import ModelShape
+from slime_core.batch.plan import MicroBatchLimits
+from slime_core.contracts.aggregation import Aggregation
+from slime_core.contracts.backend import Layout
+from slime_core.errors import RolloutError, TrainingError
+from slime_core.launch.trainers import TrainerLimits, Trainers
+from slime_core.learner import Learner, LearnerPlan
+from slime_core.objective.credit import CreditRules
+from slime_core.types.batch import TokenColumns
+from slime_core.types.report import StepReport
+
+SHAPE = ModelShape(num_layers=1, hidden=8, num_heads=2, num_kv_heads=2, head_dim=4, ffn=8, vocab=30)
+# Uneven; one empty response; sample 3 and 4 are one rollout.
+LENGTHS = [(2, 3), (1, 6), (4, 0), (1, 2), (3, 1), (2, 5), (1, 1)]
+ROLLOUT = [0, 1, 2, 3, 3, 4, 5]
+
+
+class Rank:
+    """Scores a token by its id, at positions that it holds; trains by writing down what it was given."""
+
+    def __init__(self, layout, fail=None):
+        self.layout = layout
+        self.fail = fail
+        self.calls, self.trained = [], []
+        self.skipped = False
+
+    async def call(self, method, *args, **kwargs):
+        self.calls.append((method, args, kwargs))
+        await asyncio.sleep(0)
+        if self.fail is not None:
+            raise self.fail
+        return getattr(self, method)(*args, **kwargs) if hasattr(self, method) else method
+
+    def score(self, shard, micros, weights, entropy):
+        column = np.full(len(shard.mask), np.nan, np.float32)
+        for micro in micros:
+            for sample in micro:
+                rows = shard.response_rows(np.array([sample]))
+                tokens = shard.tokens[shard.token_offsets[sample] :][shard.prompt_length[sample] :][: len(rows)]
+                mine = np.arange(len(rows)) % self.layout.cp_size == self.layout.cp_rank
+                column[rows[mine]] = tokens[mine] + (1000 if weights == "reference" else 0)
+        if not self.layout.reports:
+            column[:] = 5
+        return {"log_probs": column}
+
+    def train(self, shard, columns, steps):
+        reports = []
+        for micros in steps:
+            chosen = [int(sample) for micro in micros for sample in micro]
+            self.trained.append((shard, columns, micros))
+            cp_rank, cp_size = self.layout.cp_rank, self.layout.cp_size
+            rows = [shard.response_rows(np.array([sample]))[cp_rank::cp_size] for sample in chosen]
+            total = float(sum(columns.loss_weight[one].sum() for one in rows))
+            reports.append(
+                StepReport(
+                    sums={"loss": total, "rank": 1.0} if self.layout.reports else {},
+                    grad_norm=2.0,
+                    lr=0.1,
+                    skipped=self.skipped,
+                )
+            )
+        return reports
+
+    async def stream(self, method, version, bucket_bytes):
+        self.calls.append((method, version, bucket_bytes))
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield f"{number}" if self.layout.dp_rank == self.layout.cp_rank == 0 else None
+
+
+class Launcher:
+    def __init__(self):
+        self.shared = []
+
+    def share(self, value):
+        self.shared.append(value)
+        return value
+
+
+LAYOUTS = {
+    "one": [Layout()],
+    "dp2": [Layout(dp_rank=r, dp_size=2) for r in range(2)],
+    "dp2 cp2": [Layout(dp_rank=r // 2, dp_size=2, cp_rank=r % 2, cp_size=2) for r in range(4)],
+    "dp2 tp2": [Layout(dp_rank=r // 2, dp_size=2, reports=r % 2 == 0) for r in range(4)],
+}
+
+
+def trainers(layouts, *, max_tokens=9, multiple=1, balance=True):
+    ranks = [Rank(layout) for layout in layouts]
+    limits = MicroBatchLimits(max_tokens=max_tokens, multiple=multiple)
+    launcher = Launcher()
+    made = Trainers(
+        launcher, ranks, layouts, limits=TrainerLimits(train=limits, score=limits, balance=balance), shape=SHAPE
+    )
+    return made, ranks, launcher
+
+
+@pytest.fixture
+def batch(make_batch):
+    made = make_batch(LENGTHS, rollout_id=ROLLOUT)
+    # So that every token is its own name.
+    made.tokens[:] = np.arange(len(made.tokens))
+    return made
+
+
+def response_tokens(batch):
+    return [
+        token
+        for sample, (prompt, response) in enumerate(LENGTHS)
+        for token in range(batch.token_offsets[sample] + prompt, batch.token_offsets[sample] + prompt + response)
+    ]
+
+
+STEPS = np.array([0, 0, 0, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+async def test_scores_come_back_in_the_order_of_the_batch(batch, layouts):
+    made, ranks, launcher = trainers(layouts)
+    dispatch = made.dispatch(batch, STEPS)
+    scores = await made.score(dispatch)
+    assert scores["log_probs"].tolist() == response_tokens(batch)
+    scores = await made.score(dispatch, weights="reference", entropy=True)
+    assert scores["log_probs"].tolist() == [1000 + token for token in response_tokens(batch)]
+    assert ranks[-1].calls[-1][2] == {"weights": "reference", "entropy": True}
+    # The tokens went out once for each data-parallel rank, however often they are used.
+    assert len(launcher.shared) == layouts[0].dp_size
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+async def test_training_gives_every_sample_to_its_step_with_its_own_columns(batch, layouts):
+    made, ranks, _ = trainers(layouts, multiple=2)
+    column = np.array(response_tokens(batch), np.float32)
+    dispatch = made.dispatch(batch, STEPS)
+    steps = await made.train(dispatch, TokenColumns(loss_weight=column, advantages=-column))
+    assert len(steps) == 2
+    for step, metrics in enumerate(steps):
+        rows = np.isin(batch.sample_of_token, np.flatnonzero(step == STEPS))
+        assert metrics["loss"] == column[rows].sum()
+        assert metrics["rank"] == sum(layout.reports for layout in layouts)
+        assert (metrics["grad_norm"], metrics["lr-pg_0"], metrics["skipped_steps"]) == (2.0, 0.1, 0.0)
+    seen = []
+    for rank in ranks:
+        for step, (shard, columns, micros) in enumerate(rank.trained):
+            assert len(micros) % 2 == 0
+            for micro in micros:
+                for sample in micro:
+                    rows = shard.response_rows(np.array([sample]))
+                    start = shard.token_offsets[sample] + shard.prompt_length[sample]
+                    tokens = shard.tokens[start : start + len(rows)]
+                    assert columns.loss_weight[rows].tolist() == tokens.tolist()
+                    assert columns.advantages[rows].tolist() == (-tokens).tolist()
+                    if rank.layout.cp_rank == 0 and rank.layout.reports:
+                        seen.append((step, int(shard.index[sample])))
+    assert sorted(seen) == sorted(zip(STEPS.tolist(), range(len(LENGTHS)), strict=True))
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+async def test_all_ranks_get_equally_many_micro_batches(batch, multiple):
+    made, _, _ = trainers(LAYOUTS["dp2"], multiple=multiple, max_tokens=7)
+    dispatch = made.dispatch(batch, STEPS)
+    for step in range(2):
+        counts = {len(shard.steps[step]) for shard in dispatch.shards}
+        assert len(counts) == 1
+        assert counts.pop() % multiple == 0
+    counts = {len(shard.scoring) for shard in dispatch.shards}
+    assert len(counts) == 1
+    assert counts.pop() % multiple == 0
+    for shard in dispatch.shards:
+        assert sorted(np.concatenate(shard.scoring).tolist()) == list(range(len(shard.samples)))
+
+
+async def test_more_ranks_than_samples(make_batch):
+    made, ranks, _ = trainers([Layout(dp_rank=r, dp_size=3) for r in range(3)])
+    batch = make_batch([(1, 2)])
+    dispatch = made.dispatch(batch, np.array([0]))
+    assert np.isfinite((await made.score(dispatch))["log_probs"]).all()
+    (step,) = await made.train(dispatch, TokenColumns(loss_weight=np.ones(2, np.float32)))
+    assert step["loss"] == 2
+    assert [len(rank.trained[0][2]) for rank in ranks] == [1, 1, 1]
+
+
+async def test_one_skipping_rank_makes_a_skipped_step(batch):
+    made, ranks, _ = trainers(LAYOUTS["dp2"])
+    ranks[1].skipped = True
+    steps = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
+    assert [step["skipped_steps"] for step in steps] == [1.0, 1.0]
+
+
+async def test_a_failing_rank_is_told_at_once(batch):
+    made, ranks, _ = trainers(LAYOUTS["dp2"])
+    ranks[1].fail = TrainingError("rank 1 broke")
+    with pytest.raises(TrainingError, match="rank 1 broke"):
+        await made.score(made.dispatch(batch, STEPS))
+
+
+async def test_all_ranks_take_part_in_an_export_and_the_first_one_yields():
+    made, ranks, _ = trainers(LAYOUTS["dp2 cp2"])
+    assert [bucket async for bucket in made.stream_weights(4, 1024)] == ["0", "1", "2"]
+    assert all(rank.calls == [("export_weights", 4, 1024)] for rank in ranks)
+
+
+async def test_calls_reach_every_rank(tmp_path):
+    made, ranks, _ = trainers(LAYOUTS["dp2"])
+    await made.save(tmp_path)
+    await made.load(tmp_path)
+    assert await made.each("sleep") == ["sleep", "sleep"]
+    for rank in ranks:
+        assert [call[0] for call in rank.calls] == ["save", "load", "sleep"]
+
+
+# --- The learner ------------------------------------------------------------------------------------------------------
+
+
+class FakeTrainers:
+    """Scores are what `scores` says; steps are skipped as `skips` says."""
+
+    def __init__(self, scores=None, skips=()):
+        self.scores, self.skips = scores or {}, list(skips)
+        self.asked, self.trained, self.called = [], [], []
+
+    def dispatch(self, batch, steps):
+        self.batch, self.steps = batch, steps
+        return type("Dispatch", (), {"batch": batch})
+
+    async def score(self, dispatch, *, weights):
+        self.asked.append(weights)
+        default = np.full(len(dispatch.batch.mask), -1, np.float32)
+        return {"log_probs": self.scores.get(weights, default)}
+
+    async def train(self, dispatch, columns):
+        self.trained.append(columns)
+        count = int(self.steps.max()) + 1
+        return [{"loss": 1.0, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
+
+    async def each(self, method, *args):
+        self.called.append((method, *args))
+
+
+def plan(**changes):
+    rules = CreditRules(
+        advantage=None,
+        aggregation=Aggregation.SEQ_MEAN,
+        rollouts_per_step=changes.pop("per_step", 4),
+        max_response_len=8,
+    )
+    given = {
+        "score_old": True,
+        "old_from_rollout": False,
+        "score_reference": False,
+        "rules": rules,
+        "rollouts_per_batch": 4,
+        "train_short_batch": False,
+        "max_skipped_steps": 1,
+        "ref_update_interval": None,
+    }
+    return LearnerPlan(**(given | changes))
+
+
+def learner(trainers, **changes):
+    events = []
+    return Learner(trainers, plan(**changes), on_batch=lambda *event: events.append(event)), events
+
+
+@pytest.fixture
+def groups(make_group):
+    return [make_group([1.0, 0.0], group_index=n) for n in range(2)]
+
+
+async def test_a_batch_is_scored_credited_and_trained(groups):
+    trainers = FakeTrainers()
+    made, events = learner(trainers)
+    report = await made.train(7, groups, 3)
+    assert report.version == 4
+    assert trainers.asked == ["actor"]
+    assert report.steps == ({"train/loss": 1.0, "train/skipped_steps": 0.0},)
+    assert report.rollout["rollout/raw_reward"] == 0.5
+    assert report.rollout["rollout/log_probs"] == -1
+    assert report.perf["perf/train_tokens"] == 16
+    ((rollout_id, version, batch, columns),) = events
+    assert (rollout_id, version, batch.num_samples) == (7, 3, 4)
+    assert columns is trainers.trained[0]
+    assert columns.loss_weight.tolist() == [0.125] * 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "given"),
+    [
+        ({"score_old": False}, [], []),
+        ({"score_old": False, "score_reference": True}, ["reference"], ["ref_log_probs"]),
+        ({"score_reference": True}, ["actor", "reference"], ["old_log_probs", "ref_log_probs"]),
+        ({"score_old": False, "old_from_rollout": True}, [], ["old_log_probs"]),
+    ],
+)
+async def test_only_what_is_needed_is_scored(groups, changes, asked, given):
+    trainers = FakeTrainers()
+    made, _ = learner(trainers, **changes)
+    await made.train(0, groups, 0)
+    assert trainers.asked == asked
+    assert sorted(trainers.trained[0].present()) == sorted([*given, "loss_weight"])
+
+
+async def test_scores_that_are_not_finite_stop_the_run(groups):
+    scores = np.zeros(8, np.float32)
+    scores[5] = np.nan
+    made, _ = learner(FakeTrainers({"actor": scores}))
+    with pytest.raises(TrainingError, match=r"old_log_probs of sample 2 \(group 1\) are not finite"):
+        await made.train(0, groups, 0)
+
+
+async def test_a_short_batch_is_an_error_or_trained_with_its_own_denominator(groups):
+    made, _ = learner(FakeTrainers())
+    with pytest.raises(RolloutError, match=r"2 rollouts, but 4 are wanted.*--on-short-batch train"):
+        await made.train(0, groups[:1], 0)
+    trainers = FakeTrainers()
+    made, _ = learner(trainers, train_short_batch=True)
+    await made.train(0, groups[:1], 0)
+    assert trainers.trained[0].loss_weight.tolist() == [0.25] * 4
+
+
+async def test_a_batch_with_too_many_rollouts_is_always_an_error(groups):
+    """It would be another optimiser step, off-policy without anyone having said so."""
+    for short in (False, True):
+        made, _ = learner(FakeTrainers(), rollouts_per_batch=3, per_step=3, train_short_batch=short)
+        with pytest.raises(RolloutError, match="4 rollouts, but 3 were asked for"):
+            await made.train(0, groups, 0)
+
+
+async def test_skipped_steps_in_a_row_end_the_run(groups):
+    made, _ = learner(FakeTrainers(skips=[1, 0, 1, 0, 1, 1]), per_step=2)
+    await made.train(0, groups, 0)
+    await made.train(1, groups, 1)
+    with pytest.raises(TrainingError, match=r"2 optimiser steps in a row .*--max-skipped-steps 1"):
+        await made.train(2, groups, 2)
+
+
+async def test_the_reference_is_refreshed_when_due(groups):
+    trainers = FakeTrainers()
+    made, _ = learner(trainers, score_reference=True, ref_update_interval=2)
+    for step in range(4):
+        await made.train(step, groups, step)
+    assert trainers.called == [("refresh_copy", "reference")] * 2
