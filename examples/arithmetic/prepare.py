@@ -1,8 +1,8 @@
 """Makes the arithmetic example's model and data: no downloads.
 
-The task is adding one digit to a number of three. The model first writes the sum of the units (two characters, so that the
-carry shows), then the answer in a box: `567+8=` is worked as `15\\boxed{575}`. A short supervised warm-up on worked
-examples teaches the form and a little of the arithmetic; reinforcement learning has to teach the rest.
+The task is adding numbers of three digits without carries. The model writes the digits of the sum from the units up, then
+the answer in a box: `312+457=` is worked as `9,6,7\\boxed{769}`. A short supervised warm-up on worked examples teaches the
+form and a little of the arithmetic; reinforcement learning, which sees only whether the box is right, has to teach the rest.
 
 Run by `slime run` when something is missing, or by hand: python prepare.py [--seed N] [--folder DIR]
 """
@@ -30,24 +30,30 @@ from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 
 NUM_HELD_OUT = 500
-BATCH = 256
+BATCH = 128
 SIZES = ModelSizes(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=256, max_length=64)
 INITIALIZER_RANGE = 0.08
-ENOUGH = 0.12
-"""Chance of sampling a worked answer exactly at which the warm-up ends: greedy answers are then right about twice as often."""
+ENOUGH = 0.2
+"""Chance of writing a worked answer exactly at which the warm-up ends; greedy answers are right more often than that."""
 MAX_STEPS = 300
 
 
+def carries(a: int, b: int) -> bool:
+    return any(int(x) + int(y) > 9 for x, y in zip(str(a), str(b), strict=True))
+
+
 def split(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out problems; no problem is in both."""
-    problems = [(a, b) for a in range(100, 990) for b in range(1, 10)]
+    """Training and held-out problems. A problem and its mirror image (b+a) are never on different sides."""
+    problems = [(a, b) for a in range(100, 1000) for b in range(100, 1000) if not carries(a, b)]
     shuffled = [problems[number] for number in np.random.default_rng(seed).permutation(len(problems))]
-    return shuffled[NUM_HELD_OUT:], shuffled[:NUM_HELD_OUT]
+    held_out = shuffled[:NUM_HELD_OUT]
+    taken = {frozenset(pair) for pair in held_out}
+    return [pair for pair in shuffled[NUM_HELD_OUT:] if frozenset(pair) not in taken], held_out
 
 
 def worked(a: int, b: int) -> str:
     """The answer with its working."""
-    return f"{a % 10 + b:02d}\\boxed{{{a + b}}}"
+    return f"{','.join(reversed(str(a + b)))}\\boxed{{{a + b}}}"
 
 
 def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
@@ -128,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the warm-up")
     parser.add_argument("--enough", type=float, default=ENOUGH, help="chance of an exact answer that ends the warm-up")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "generated")
     asked = parser.parse_args()
 
@@ -142,7 +148,7 @@ def main() -> None:
         start,
         "qwen3",
         SIZES,
-        alphabet="0123456789+=}",
+        alphabet="0123456789+=,}",
         tokens=["\\boxed{"],
         seed=asked.seed,
         initializer_range=INITIALIZER_RANGE,

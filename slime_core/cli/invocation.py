@@ -74,15 +74,9 @@ def bind_invocation(words: Words) -> BoundRun:
         config = validate(merge(tables, known.parse(words.flags, lenient=True)), base=base)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems, *missing_plugin(named, registry)]) from None
-    try:
-        if config.prepare is not None and not problems:
-            prepare(config.prepare, base)
-        run = bind_run(config, registry, base=base)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
-    return run
+    if config.prepare is not None and not problems:
+        prepare(config.prepare, base)
+    return bind_run(config, registry, base=base, problems=problems)
 
 
 def missing_plugin(named: Mapping[str, Any], registry: Registry) -> list[str]:

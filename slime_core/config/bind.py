@@ -57,9 +57,10 @@ class Binder:
         return tuple(part for part in bound if part is not None)
 
 
-def bind_run(config: RunConfig, registry: Registry, *, base: Path) -> BoundRun:
-    """Raises ConfigError with every problem of names, options and their combination."""
-    binder = Binder(registry, base, [])
+def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Sequence[str] = ()) -> BoundRun:
+    """Raises ConfigError with every problem of names, options and their combination, after the `problems` that are
+    known already."""
+    binder = Binder(registry, base, list(problems))
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
     engine = binder.part(groups.ENGINES, config.engine, "engine")
@@ -113,8 +114,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path) -> BoundRun:
         middlewares=middlewares,
         evals=evals,
     )
-    if problems := cross_checks(run):
-        raise ConfigError(problems)
+    if contradictions := cross_checks(run):
+        raise ConfigError(contradictions)
     return run
 
 

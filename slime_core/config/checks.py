@@ -24,9 +24,10 @@ def cross_checks(run: BoundRun) -> list[str]:
         corrections,
         sampling,
         transport,
-        layout,
+        local_launcher,
     )
-    return [problem for check in checks for problem in check(run)]
+    # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
+    return [problem for check in checks for problem in check(run)] or layout(run)
 
 
 def batch_arithmetic(run: BoundRun) -> list[str]:
@@ -161,6 +162,15 @@ def transport(run: BoundRun) -> list[str]:
     return []
 
 
+def local_launcher(run: BoundRun) -> list[str]:
+    if run.config.launcher.name == "local" and run.num_ranks != 1:
+        return [
+            f'launcher.name = "local" runs one trainer rank in this process, but {run.num_ranks} were asked for: '
+            "say --launcher ray."
+        ]
+    return []
+
+
 def layout(run: BoundRun) -> list[str]:
     problems: list[str] = list(run.engine.driver.problems(run.engine.config))
     try:
@@ -170,10 +180,4 @@ def layout(run: BoundRun) -> list[str]:
         pass
     else:
         problems += run.backend.driver.problems(run.backend.config, run.num_ranks, model_config)
-    launcher = run.config.launcher
-    if launcher.name == "local" and run.num_ranks != 1:
-        problems.append(
-            f'launcher.name = "local" runs one trainer rank in this process, but {run.num_ranks} were asked for: '
-            "say --launcher ray."
-        )
     return problems

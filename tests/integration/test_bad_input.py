@@ -8,9 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import Ended, TinyRun
+
+if TYPE_CHECKING:
+    from conftest import Ended, TinyRun
 
 CONFIG, DATA, MODEL, REWARD, STORAGE = 2, 3, 3, 4, 8
 
@@ -94,7 +97,7 @@ CONFIG_CASES = {
         ["--nope: unknown flag", "close match: fsdp", "close match: gspo", "close match: gsm8k"],
     ),
     "not TOML": Case(
-        [], CONFIG, ["run.toml: not valid TOML", "line 7, column 8"], change=in_run_file("[model]", "model = = 1")
+        [], CONFIG, ["run.toml: not valid TOML", "line 7, column 9"], change=in_run_file("[model]", "model = = 1")
     ),
     "a plugin file that is not there": Case(
         ["--plugin", "mine.py"], CONFIG, ["--plugin {folder}/mine.py", "cannot be read"]
@@ -332,11 +335,8 @@ def test_a_failing_reward_costs_only_its_groups(tiny: TinyRun) -> None:
     ended = tiny.run(*options, "--on-reward-failure", "fail_sample", "--num-rollout", "3")
     assert (ended.code, ended.err) == (0, "")
     assert tiny.steps() == [0, 1, 2]
-    failed = [
-        record["metrics"].get("rollout/failed_groups", 0)
-        for record in tiny.metrics()
-        if "rollout/raw_reward" in record["metrics"]
-    ]
+    rollouts = [record["metrics"] for record in tiny.metrics() if record["axis"] == "rollout/step"]
+    failed = [metrics.get("rollout/failed_groups", 0) for metrics in rollouts]
     # Draws 1, 3, 5: steps are 0 2 | 4 6 | 7 8 with what replaces them.
     assert sum(failed) == 3
 

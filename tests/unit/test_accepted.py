@@ -1,6 +1,7 @@
 """The collector with groups that end when the test says so, and the runner that makes groups of answers."""
 
 import asyncio
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -69,13 +70,12 @@ class ScriptedRunner:
     def __init__(self, order=(), outcomes=None):
         self.started, self.aborted, self.kept = [], [], {}
         self.order, self.outcomes = list(order), outcomes or {}
-        self.ended = {}
+        self.ended = defaultdict(asyncio.Event)
 
     def start(self, of_prompt, kept=()):
         number = of_prompt.group_index
         self.started.append(number)
         self.kept[number] = kept
-        self.ended[number] = asyncio.Event()
         stop = asyncio.Event()
         return RunningGroup(
             prompt=of_prompt, episodes=[], stop=stop, task=asyncio.create_task(self._run(of_prompt, stop))
@@ -85,8 +85,6 @@ class ScriptedRunner:
         number = of_prompt.group_index
         if number in self.order:
             for earlier in self.order[: self.order.index(number)]:
-                while earlier not in self.ended:
-                    await asyncio.sleep(0)
                 await self.ended[earlier].wait()
         outcome = self.outcomes.get(number, (0.0, 1.0))
         if outcome == "never":
@@ -192,7 +190,6 @@ async def test_eager_refill_starts_anew_at_once_and_drained_waits():
             await asyncio.sleep(0)
         seen = list(runner.started)
         assert setup.context.counts["rollout/dynamic_filter/drop_all_1"] == 1
-        runner.ended[99] = asyncio.Event()
         runner.ended[99].set()
         assert await collecting == [1, 2, 3]
         assert seen == started, refill
@@ -284,9 +281,9 @@ async def test_cancelling_the_step_ends_what_runs():
     runner = ScriptedRunner((), {0: "never", 1: "never"})
     setup = Setup(runner)
     collecting = asyncio.create_task(AcceptedGroups().collect(0, setup.context))
-    while len(runner.started) < 2:
+    for _ in range(20):
         await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    assert runner.started == [0, 1]
     collecting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(collecting, 5)

@@ -420,6 +420,16 @@ def test_a_critics_loss_reads_values_and_reports_value_loss(make_batch):
     assert "pg_loss" not in output.sums
 
 
+def test_what_a_loss_returns_at_masked_tokens_is_not_read(make_batch):
+    log_probs = torch.tensor([-1.0, math.nan, -3.0], requires_grad=True)
+    micro = one_micro(make_batch, loss_weight=WEIGHT)
+    output = call(TokenObjective(loss=Reads(), needs=frozenset()), micro, log_probs=log_probs)
+    output.loss.backward()
+    assert float(output.loss.detach()) == 0.5 * -1 + 0.25 * -3
+    assert log_probs.grad.tolist() == [0.5, 0, 0.25]
+    assert float(output.sums["pg_loss"]) == -1.25
+
+
 def test_corrections_multiply_and_leave_the_denominator_alone(make_batch):
     objective = TokenObjective(
         loss=Reads(), needs=frozenset(), corrections=[(WrongWeights(), frozenset()), (WrongWeights(), frozenset())]

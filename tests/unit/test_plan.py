@@ -84,6 +84,9 @@ def test_the_heaviest_bin_is_split_longest_first_into_the_lighter_half():
     lengths = np.array([5, 6, 4, 9, 3, 2])
     # 18 tokens: 9 goes left, 4, 3 and 2 right.
     assert [b.tolist() for b in divide(bins, lengths, 3)] == [[0, 1], [3], [2, 4, 5]]
+    # 5 left, 4 and 3 right, and 2 left again.
+    lengths = np.array([5, 6, 4, 5, 3, 2])
+    assert [b.tolist() for b in divide(bins, lengths, 3)] == [[0, 1], [3, 5], [2, 4]]
 
 
 def test_empty_micro_batches_when_there_are_not_enough_samples():

@@ -127,7 +127,9 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(pool, make
     assert unscored.samples[0].reward is None
 
     where = " on train.jsonl:1: "
-    assert await told(pool, "raising", unscored) == f"reward \"mine.py/raising\"{where}raised KeyError: 'answer'"
+    raised = await told(pool, "raising", unscored)
+    assert raised.startswith(f"reward \"mine.py/raising\"{where}raised KeyError: 'answer'")
+    assert "--on-reward-failure fail_sample" in raised
     assert (await told(pool, "nan", unscored)).endswith(f"{where}returned nan; rewards must be finite.")
     assert (await told(pool, "text", unscored)).endswith(f"{where}returned '1.0', which is not a number.")
     assert (await told(pool, "nothing", unscored)).endswith(f"{where}returned None, which is not a number.")

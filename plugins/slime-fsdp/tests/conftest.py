@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -268,6 +271,40 @@ def one_step(folders):
     report = backend.train_step([micro], SequencePolicy())
     (score_after,) = backend.score([micro])
     return report, before, weights_of(backend), score_before, score_after
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """What each of two ranks saved."""
+
+    folder: Path
+
+    def __call__(self, name: str) -> list[dict]:
+        """Of each rank in turn."""
+        parts = [torch.load(self.folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(2)]
+        return [
+            {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+            for part in parts
+        ]
+
+
+@pytest.fixture(scope="session")
+def run_two_ranks(folders, tmp_path_factory):
+    def run(device: str) -> TwoRanks:
+        out = tmp_path_factory.mktemp(f"{device}_ranks")
+        broken = shutil.copytree(folders("qwen3"), out / "broken")
+        weights = broken / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+        script = Path(__file__).with_name("two_ranks.py")
+        arguments = [device, str(out), str(folders("qwen3")), str(folders("mistral"))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return TwoRanks(out)
+
+    return run
 
 
 class Oracle:

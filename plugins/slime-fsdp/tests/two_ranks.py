@@ -1,7 +1,7 @@
-"""Run as a script: everything that needs two ranks, each part saved for the tests to look at. The ranks are forked
-after the imports, which take longer than all the rest.
+"""Run as a script: everything that needs two ranks, each part saved for the tests to look at. On the CPU the ranks are
+forked after the imports, which take longer than all the rest; CUDA does not survive a fork.
 
-usage: two_ranks.py OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER
+usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER
 """
 
 import random
@@ -20,14 +20,22 @@ from slime_core.errors import ModelError
 @dataclass(frozen=True)
 class Run:
     rank: int
+    device: str
     out: Path
     model: Path
     sliding_window: Path
 
     def begin(self, name, options=None, optimizer=None, **setup):
         rendezvous = f"file://{self.out / name}.rendezvous"
-        told = {"rank": self.rank, "world_size": 2, "local_rank": self.rank, "rendezvous": rendezvous}
-        return start(self.model, options, optimizer, **(told | setup))
+        told = {
+            "rank": self.rank,
+            "world_size": 2,
+            "local_rank": self.rank,
+            "rendezvous": rendezvous,
+            "device": self.device,
+        }
+        # In float32 on GPUs too, unless asked otherwise: to be compared with one rank on the CPU.
+        return start(self.model, {"precision": "float32"} | (options or {}), optimizer, **(told | setup))
 
     def save(self, name, **what):
         plain = {
@@ -140,11 +148,32 @@ def broken_folder(run):
     torch.distributed.destroy_process_group()
 
 
-def main(rank, *folders):
-    run = Run(rank, *map(Path, folders))
-    for part in (data_parallel, sync_each, context_parallel, sliding_window, resume, value_head, broken_folder):
+def half_precision(run):
+    """The variable-length kernel under context parallelism, and lower precision under FSDP."""
+    samples = make_samples()
+    backend = run.begin("half", {"precision": "bfloat16", "context_parallel_size": 2}, SGD)
+    scores = backend.score([pack(samples)])[0]
+    report = backend.train_step([pack(samples)], SequencePolicy())
+    run.save("half", **numbers(report), log_probs=scores.log_probs, rows=scores.rows)
+    backend.close()
+
+
+def main(rank, device, *folders):
+    run = Run(rank, device, *map(Path, folders))
+    parts = (
+        data_parallel,
+        sync_each,
+        context_parallel,
+        sliding_window,
+        resume,
+        value_head,
+        half_precision,
+        broken_folder,
+    )
+    for part in parts:
         part(run)
 
 
 if __name__ == "__main__":
-    start_processes(main, tuple(sys.argv[1:]), nprocs=2, start_method="fork")
+    method = "spawn" if sys.argv[1] == "cuda" else "fork"
+    start_processes(main, tuple(sys.argv[1:]), nprocs=2, start_method=method)

@@ -51,9 +51,12 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     if setup.device == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"engine {setup.index}: device cuda was asked for, but torch sees no GPU here.")
     device = torch.device(setup.device)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
     network = AutoModelForCausalLM.from_pretrained(
         setup.model_path,
-        dtype=config.dtype,
+        dtype=dtype,
         attn_implementation=NAME,
         trust_remote_code=setup.trust_remote_code,
         local_files_only=True,

@@ -30,7 +30,7 @@ def test_float32_equals_transformers_on_the_cpu(family, request):
     prompts = oracle.prompts(20, seed=40)
 
     async def run():
-        engine = await started(folder, max_running=7)
+        engine = await started(folder, max_running=7, dtype="float32")
         wanted = [
             oracle.request(
                 i, p, seed=i, temperature=float(i % 3 > 0), top_k=5 if i % 3 == 2 else -1, max_new_tokens=5 + i
@@ -56,7 +56,7 @@ def test_bfloat16_sleep_and_new_weights(qwen3):
     exact = model.float()
 
     async def run():
-        engine = await started(qwen3, dtype="bfloat16")
+        engine = await started(qwen3)
         before = torch.cuda.memory_allocated()
         await engine.sleep()
         assert torch.cuda.memory_allocated() < before

@@ -1,0 +1,180 @@
+"""What algorithms learn on the arithmetic example: one `slime run` for each algorithm and seed, one after the other.
+
+Prints held-out accuracy before and after; exit code 1 if a run fails, or gains less than --gain on one of its evaluation sets.
+Draws all curves in one picture. What follows `--` is passed on to `slime run`.
+
+    python benchmarks/learn.py
+    python benchmarks/learn.py --algos grpo gspo --seeds 0 1 2 -- --num-rollout 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from slime_core import groups
+from slime_core.registry import Registry
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_FILE = ROOT / "examples" / "arithmetic" / "run.toml"
+PICTURE = ROOT / "docs" / "images" / "learning-curves.png"
+SLIME = Path(sys.executable).with_name("slime")
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What came out of one run."""
+
+    algo: str
+    seed: int
+    failure: str = ""
+    """The end of what it said, if it failed."""
+    steps: int = 0
+    seconds: float = 0.0
+    before: dict[str, float] | None = None
+    """Accuracy of each evaluation set."""
+    after: dict[str, float] | None = None
+    curves: dict[str, list[tuple[int, float]]] | None = None
+    """By evaluation set: rollout steps trained, accuracy."""
+
+    def passes(self, gain: float) -> bool:
+        """Whether every evaluation set gained that much."""
+        before, after = self.before, self.after
+        return bool(before and after) and all(after[name] - before[name] >= gain for name in before)
+
+
+def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
+    """Registered algorithms that the run file can be run with as it is; says why others cannot."""
+    names = sorted({entry.name for entry in Registry.from_environment().entries(groups.ALGORITHMS)})
+    usable = []
+    for name in names:
+        tried = subprocess.run(
+            [str(SLIME), "run", str(RUN_FILE), "--algo", name, "--dry-run", *extra], capture_output=True, text=True
+        )
+        if tried.returncode == 0:
+            usable.append(name)
+        else:
+            console.print(f"without {name}: {tried.stderr.strip()}", markup=False)
+    return usable
+
+
+def learn(algo: str, seed: int, runs_dir: Path, extra: Sequence[str]) -> Learned:
+    """Runs it from the start, whatever is in its folder."""
+    name = f"{algo}-{seed}"
+    command = [str(SLIME), "run", str(RUN_FILE), "--algo", algo, "--seed", str(seed)]
+    command += ["--name", name, "--runs-dir", str(runs_dir), "--fresh", *extra]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        return Learned(algo, seed, failure=f"{done.stdout[-2000:]}\n{shlex.join(command)}: exit code {done.returncode}")
+    summary = json.loads((runs_dir / name / "summary.json").read_text())
+    return Learned(
+        algo,
+        seed,
+        steps=summary["steps"],
+        seconds=summary["seconds"],
+        before=summary["eval"]["before"],
+        after=summary["eval"]["after"],
+        curves=curves_of(runs_dir / name, list(summary["eval"]["after"])),
+    )
+
+
+def curves_of(run_dir: Path, sets: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line["axis"] == "eval/step"]
+    return {name: [(line["step"], line["metrics"][f"eval/{name}"]) for line in evals] for name in sets}
+
+
+def line_of(run: Learned) -> str:
+    """What is said as soon as it has ended."""
+    if run.before is None or run.after is None:
+        return run.failure
+    sets = ", ".join(f"{name} {run.before[name]:.3f} -> {run.after[name]:.3f}" for name in run.after)
+    return f"{run.algo}, seed {run.seed}: {sets} in {run.steps} steps, {run.seconds:.0f} s"
+
+
+def table_of(runs: Sequence[Learned], gain: float) -> Table:
+    sets = list(dict.fromkeys(name for run in runs for name in run.after or {}))
+    table = Table(box=SIMPLE, title=f"held-out accuracy, before and after; wanted: {gain:+g}")
+    for title in ("algorithm", "seed", *sets, "steps", "seconds", ""):
+        table.add_column(title, justify="left" if title in ("algorithm", "") else "right", no_wrap=True)
+    for run in runs:
+        if run.before is None or run.after is None:
+            table.add_row(run.algo, str(run.seed), *("" for _ in sets), "", "", "[red]failed[/]")
+            continue
+        accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f}" for name in sets]
+        verdict = "[green]learns[/]" if run.passes(gain) else "[red]too little[/]"
+        table.add_row(run.algo, str(run.seed), *accuracies, str(run.steps), f"{run.seconds:.0f}", verdict)
+    return table
+
+
+def draw(runs: Sequence[Learned], path: Path) -> None:
+    """A panel for each evaluation set; a colour for each algorithm, a line for each seed."""
+    drawn = [run for run in runs if run.curves]
+    sets = list(dict.fromkeys(name for run in drawn for name in run.curves or {}))
+    if not sets:
+        return
+    algos = list(dict.fromkeys(run.algo for run in drawn))
+    figure = Figure(figsize=(4.6 * len(sets), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(sets), sharex=True, sharey=True, squeeze=False)[0]
+    for panel, name in zip(axes, sets, strict=True):
+        for run in drawn:
+            points = (run.curves or {})[name]
+            first = run is next(other for other in drawn if other.algo == run.algo)
+            panel.plot(
+                [step for step, _ in points],
+                [accuracy for _, accuracy in points],
+                color=f"C{algos.index(run.algo)}",
+                label=run.algo if first else None,
+                linewidth=1.6,
+                marker="o",
+                markersize=3,
+            )
+        panel.set_title(name)
+        panel.set_xlabel("rollout steps")
+        panel.set_ylim(0, 1)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("held-out accuracy")
+    axes[-1].legend(loc="lower right", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    own, extra = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algos", nargs="+", metavar="NAME", help="by default all that the example can be run with")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    parser.add_argument("--gain", type=float, default=0.3, help="accuracy to gain on every evaluation set")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs") / "learn", help="what is there is overwritten")
+    asked = parser.parse_args(own)
+
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    runs: list[Learned] = []
+    for algo in asked.algos or usable_algorithms(extra, console):
+        for seed in asked.seeds:
+            runs.append(learn(algo, seed, asked.runs_dir, extra))
+            console.print(line_of(runs[-1]), markup=False)
+    console.print(table_of(runs, asked.gain))
+    draw(runs, asked.picture)
+    if not runs or not all(run.passes(asked.gain) for run in runs):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Runs that are stopped: by Ctrl-C, a failing reward, a full disk, a damaged checkpoint. Nothing that was done is lost,
+and the same command goes on: every step is in metrics.jsonl exactly once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import TinyRun
+
+ALL = [0, 1, 2, 3, 4]
+OPTIONS = ("--plugin", "moody.py", "--reward", "moody")
+MOODY = '''
+"""What goes wrong is written in the file `plan` beside this one, so that the plugin stays the same when it is mended."""
+import json, os, pathlib, signal, time
+from slime_core.plugin import hook, reward
+
+PLAN = pathlib.Path("{folder}") / "plan"
+
+
+def due(what, step):
+    """Once: the plan is forgotten when it is carried out."""
+    try:
+        plan = json.loads(PLAN.read_text())
+    except FileNotFoundError:
+        return False
+    if (plan["do"], plan["step"]) != (what, step):
+        return False
+    if not plan.get("again"):
+        PLAN.unlink()
+    return True
+
+
+@reward("moody")
+def moody(sample):
+    step = sample.group_index // 2
+    if due("raise", step):
+        raise ValueError("no answer key")
+    if due("ctrl-c while generating", step):
+        os.killpg(0, signal.SIGINT)
+        time.sleep(60)
+    if due("ctrl-c twice", step):
+        os.killpg(0, signal.SIGINT)
+        time.sleep(1)
+        os.killpg(0, signal.SIGINT)
+        time.sleep(60)
+    if due("terminate", step):
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+    while due("wait", step):
+        time.sleep(0.1)
+    if due("fill the disk", step):
+        fill_the_disk(0)
+    if due("nearly fill the disk", step):
+        fill_the_disk(40_000)
+    return float(sample.index % 2)
+
+
+@hook
+def batch_ready(event):
+    if due("ctrl-c while training", event.rollout_id):
+        os.killpg(0, signal.SIGINT)
+
+
+def fill_the_disk(left):
+    with open("{folder}/runs/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            file.truncate(max(0, file.tell() - left))
+'''
+
+
+@pytest.fixture
+def moody(tiny: TinyRun) -> TinyRun:
+    (tiny / "moody.py").write_text(MOODY.replace("{folder}", str(tiny.folder)))
+    return tiny
+
+
+def plan(tiny: TinyRun, do: str, step: int, *, again: bool = False) -> None:
+    (tiny / "plan").write_text(json.dumps({"do": do, "step": step, "again": again}))
+
+
+def finish(tiny: TinyRun, *words: str) -> None:
+    """The same command goes on to the end."""
+    ended = tiny.run(*OPTIONS, *words)
+    assert (ended.code, ended.err) == (0, "")
+    assert tiny.steps() == tiny.steps("train/step") == ALL
+    assert "step_5" in tiny.checkpoints()
+    assert [path.name for path in tiny.runs.iterdir() if path.name != "filler"] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("do", "code", "checkpoint"),
+    [
+        # Asked in step 2: the groups of that step are given back, or the step is trained to its end.
+        ("ctrl-c while generating", 130, 2),
+        ("ctrl-c while training", 130, 3),
+        ("terminate", 143, 2),
+    ],
+)
+def test_a_signal(moody: TinyRun, do: str, code: int, checkpoint: int) -> None:
+    plan(moody, do, 2)
+    ended = moody.run(*OPTIONS, "--save-interval", "5")
+    assert ended.code == code
+    assert "interrupted" in ended.error
+    assert f"{checkpoint} of 5 steps are done and saved in {moody.runs}/tiny" in ended.error
+    assert "Start the same command again" in ended.error
+    assert moody.checkpoints() == [f"step_{checkpoint}"]
+    assert moody.steps() == ALL[:checkpoint]
+    finish(moody, "--save-interval", "5")
+
+
+def test_a_second_ctrl_c_ends_at_once(moody: TinyRun) -> None:
+    plan(moody, "ctrl-c twice", 2)
+    process = moody.start("run", "run.toml", *OPTIONS)
+    ended = moody.end(process)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert moody.checkpoints() == ["step_1", "step_2"]
+    assert_gone(process)
+
+
+def assert_gone(process: subprocess.Popen[str]) -> None:
+    """No process of the group is left: neither workers nor what they started."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    raise AssertionError("processes are left behind")
+
+
+def has_torch(process: subprocess.Popen[str]) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def is_starting(process: subprocess.Popen[str]) -> bool:
+    return any(Path(os.readlink(f"/proc/{process.pid}/cwd")).glob("runs/tiny/config.toml"))
+
+
+@pytest.mark.parametrize("reached", [has_torch, is_starting], ids=["imports", "start"])
+def test_ctrl_c_before_the_first_step(moody: TinyRun, reached: Callable[[subprocess.Popen[str]], bool]) -> None:
+    process = moody.start("run", "run.toml", *OPTIONS)
+    while not reached(process):
+        assert process.poll() is None, "it ended before"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    ended = moody.end(process)
+    assert ended.code == 130
+    assert "interrupted" in ended.error
+    assert_gone(process)
+
+
+def test_a_reward_that_raises_later_on(moody: TinyRun) -> None:
+    plan(moody, "raise", 3)
+    ended = moody.run(*OPTIONS, "--save-interval", "5")
+    assert ended.code == 4
+    assert "train.jsonl, line 7: raised ValueError: no answer key" in ended.error
+    assert moody.checkpoints() == ["step_3"]
+    assert moody.steps() == [0, 1, 2]
+    finish(moody, "--save-interval", "5")
+
+
+def test_a_checkpoint_cut_short(moody: TinyRun) -> None:
+    plan(moody, "raise", 3)
+    assert moody.run(*OPTIONS).code == 4
+    newest = moody.runs / "tiny/checkpoints/step_3"
+    (largest, *_) = sorted(newest.rglob("*"), key=lambda path: path.stat().st_size * path.is_file(), reverse=True)
+    os.truncate(largest, 100)
+
+    ended = moody.run(*OPTIONS)
+    assert ended.code == 7
+    for text in (str(newest), "cut short", str(largest.relative_to(newest)), "has 100 of", "--ckpt-step 2"):
+        assert text in ended.error
+
+    ended = moody.run(*OPTIONS, "--ckpt-step", "9")
+    assert ended.code == 7
+    assert "no complete checkpoint of step 9; say one of 1, 2, 3" in ended.error
+
+    ended = moody.run(*OPTIONS, "--lr", "0.5", "--resume", "runs/tiny")
+    assert ended.code == 2
+    assert "--resume runs/tiny: another run: train.lr: 0.001 -> 0.5" in ended.error
+
+    # Interrupted again before it comes to step 3: the damaged one must not be taken for the newest.
+    plan(moody, "raise", 2)
+    assert moody.run(*OPTIONS, "--ckpt-step", "2").code == 4
+    assert moody.checkpoints() == ["step_1", "step_2"]
+    finish(moody)
+
+
+def test_the_same_run_twice_at_once(moody: TinyRun) -> None:
+    plan(moody, "wait", 1, again=True)
+    first = moody.start("run", "run.toml", *OPTIONS)
+    while not (moody.runs / "tiny/checkpoints/step_1/COMPLETE").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    second = moody.run(*OPTIONS)
+    assert second.code == 2
+    assert f"{moody.runs}/tiny: this run is going on in another process" in second.error
+    assert "--name" in second.error
+    (moody / "plan").unlink()
+    ended = moody.end(first)
+    assert (ended.code, ended.err) == (0, "")
+    assert moody.steps() == ALL
+
+
+@pytest.fixture
+def small_disk(moody: TinyRun) -> Iterator[Path]:
+    """runs/ on a file system of 2 MiB."""
+    moody.runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(moody.runs)], check=True)
+    try:
+        yield moody.runs
+    finally:
+        subprocess.run(["umount", str(moody.runs)], check=True)
+
+
+def test_no_space_left(moody: TinyRun, small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    # Enough for metrics.jsonl, too little for a checkpoint.
+    plan(moody, "nearly fill the disk", 2)
+    ended = moody.run(*OPTIONS)
+    assert ended.code == 8
+    for text in ("checkpoints/step_3: no space left", "What was saved before is untouched", "free some space"):
+        assert text in ended.error
+    assert moody.checkpoints() == ["step_1", "step_2"]
+
+    # A disk that is full from the start.
+    with filler.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    ended = moody.run(*OPTIONS)
+    assert ended.code == 8
+    assert "no space left" in ended.error
+
+    # A disk that is full when the metrics of step 3 are written.
+    filler.unlink()
+    plan(moody, "fill the disk", 3)
+    ended = moody.run(*OPTIONS)
+    assert ended.code == 8
+    assert "no space left" in ended.error
+    assert moody.checkpoints() == ["step_1", "step_2", "step_3"]
+
+    filler.unlink()
+    finish(moody)
