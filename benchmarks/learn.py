@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -51,8 +52,9 @@ class Learned:
 
     def passes(self, gain: float) -> bool:
         """Whether every evaluation set gained that much."""
-        before, after = self.before, self.after
-        return bool(before and after) and all(after[name] - before[name] >= gain for name in before)
+        if not self.before or not self.after:
+            return False
+        return all(self.after[name] - accuracy >= gain for name, accuracy in self.before.items())
 
 
 def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
@@ -143,6 +145,7 @@ def draw(runs: Sequence[Learned], path: Path) -> None:
             )
         panel.set_title(name)
         panel.set_xlabel("rollout steps")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_ylim(0, 1)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)

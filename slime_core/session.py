@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.table import read_groups, write_groups
@@ -46,6 +46,9 @@ from slime_core.types.sample import SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
 
 
 class Due(NamedTuple):
@@ -205,11 +208,24 @@ class Session:
         """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first."""
         if not len(self.evaluator):
             return
-        report, groups = await self.evaluator.evaluate(step, self.state.version)
+        report, groups = await self._unless_stopped(self.evaluator.evaluate(step, self.state.version))
         self.first_eval = self.first_eval or report
         self.last_eval = report
         self._log(EVAL_AXIS, step + 1, report.metrics, step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
+
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, T]) -> T:
+        """Its result; Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
+        task, stop = asyncio.create_task(evaluation), asyncio.create_task(self.stop_requested.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Interrupted("interrupted while evaluating")
+            return task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
 
     def raise_if_stopped(self) -> None:
         if self.stop_requested.is_set():

@@ -17,6 +17,14 @@ def test_the_entry_point_resolves_and_builds() -> None:
     assert all(field.description for field in driver.Config.model_fields.values())
 
 
+def test_curves_has_no_options() -> None:
+    driver = entry_points(group="slime.trackers")["curves"].load()
+    assert driver.api_version == API_VERSION
+    assert isinstance(driver.build(driver.Config()), Tracker)
+    with pytest.raises(ValidationError):
+        driver.Config(path="curves.svg")
+
+
 @pytest.mark.parametrize("options", [{"project": "p"}, {"tb_project_name": ""}, {"tb_experiment_name": 3}])
 def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     driver = entry_points(group="slime.trackers")["tensorboard"].load()

@@ -240,7 +240,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("slime_core.buffer.table.pq.write_table", disk_full)
-    with pytest.raises(StorageError, match=r"x.parquet no space left"):
+    with pytest.raises(StorageError, match=r"x.parquet: no space left"):
         write_groups(path, [make_group(4)])
     assert list(tmp_path.iterdir()) == [path]
     assert read_groups(path)[0].group_index == 3

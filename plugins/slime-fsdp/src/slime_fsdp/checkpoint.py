@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
 from slime_fsdp.process import Ranks
@@ -46,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done:
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     world_size = 1 if ranks.mesh is None else ranks.mesh.size()
     writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
-    with single_process_is_meant():
+    with single_process_is_meant(), first_failure_alone():
         dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.mesh is None)
     save_file(random_state(), folder / f"rng_{rank}.safetensors")
     ranks.barrier()
@@ -73,6 +74,16 @@ def single_process_is_meant() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def first_failure_alone() -> Iterator[None]:
+    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from error
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError, naming the file, unless all that `write` left is there and whole."""
     path = folder / MANIFEST
@@ -97,7 +108,7 @@ def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ra
     """Into `tensors`, in place, and into this rank's random generators. All ranks call."""
     check_shapes(folder, manifest, tensors)
     reader = HuggingFaceStorageReader(str(folder / STATE))
-    with single_process_is_meant():
+    with single_process_is_meant(), first_failure_alone():
         dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.mesh is None)
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     if manifest.world_size == (1 if ranks.mesh is None else ranks.mesh.size()):

@@ -7,6 +7,7 @@ from pydantic import Field
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_core.contracts.tracker import Tracker, TrackerDriver
+from slime_core.errors import PluginError
 
 
 class TensorBoardConfig(DriverConfig):
@@ -30,3 +31,19 @@ class TensorBoard(TrackerDriver):
         return TensorBoardTracker(
             log_dir=config.log_dir, project=config.tb_project_name, experiment=config.tb_experiment_name
         )
+
+
+class Curves(TrackerDriver):
+    """curves.png in the run's folder: reward and held-out accuracy over the steps."""
+
+    @classmethod
+    def build(cls, config: DriverConfig) -> Tracker:
+        try:
+            from slime_track.curves import CurvesTracker
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "matplotlib":
+                raise
+            raise PluginError(
+                "tracker 'curves' draws with matplotlib, which is not installed. Say: pip install 'slime-track[plot]'"
+            ) from error
+        return CurvesTracker()
