@@ -14,6 +14,9 @@ Tokens of a rollout batch, without padding:
             num_tokens
 Tokens per second are (sampled + trained) / seconds.
 
+One difference is left in, because each side is used as it is meant to be: with use_rollout_logprobs in the run file, slime
+takes the old log-probs from its engine; TRL computes them again. `--scored` has slime do so too.
+
     python benchmarks/trl_cpu.py                          # the demo's own batch
     python benchmarks/trl_cpu.py --prompts 64 --steps 3 --rounds 1
     python benchmarks/trl_cpu.py --record                 # on a quiet machine: appends to RESULTS.md
@@ -86,6 +89,8 @@ def run_slime(folder: Path, asked: argparse.Namespace) -> tuple[Path, list[Rollo
     flags = ["--runs-dir", str(folder), "--name", "slime", "--num-rollout", str(asked.steps + asked.warmup)]
     # Evaluation is outside of what is timed; without it the rounds are closer in time.
     flags += ["--set", "eval.datasets={}", "--trackers", "jsonl", "--quiet"]
+    if asked.scored:
+        flags += ["--set", "algo.use_rollout_logprobs=false"]
     if asked.prompts is not None:
         flags += ["--rollout-batch-size", str(asked.prompts)]
     run_process([str(Path(sys.executable).with_name("slime")), "run", str(RUN_FILE), *flags], asked.threads)
@@ -264,6 +269,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help="rollout batches before them, on both sides")
     parser.add_argument("--prompts", type=int, help="prompts a rollout batch; by default the run file's")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of torch; by default one a core")
+    parser.add_argument("--scored", action="store_true", help="slime: old log-probs from the trainer, as in TRL")
     parser.add_argument("--trl-micro-batches", type=int, default=1, help="TRL: micro-batches an optimiser step")
     parser.add_argument("--record", action="store_true", help="append an entry to benchmarks/RESULTS.md")
     asked = parser.parse_args()

@@ -130,7 +130,7 @@ def finite(value: object, where: str) -> float:
 def interrupts_held_back() -> Iterator[None]:
     """What is started meanwhile never sees Ctrl-C: a worker that has not come to `start_worker` yet would end with a
     traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     try:
         yield
     finally:

@@ -188,11 +188,17 @@ def has_torch(process: subprocess.Popen[str]) -> bool:
     return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def is_starting(process: subprocess.Popen[str]) -> bool:
-    return any(Path(os.readlink(f"/proc/{process.pid}/cwd")).glob("runs/tiny/config.toml"))
+def has_worker(process: subprocess.Popen[str]) -> bool:
+    """A reward's worker is importing what it needs."""
+    for commands in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(commands.parent.name)) == process.pid and b"spawn_main" in commands.read_bytes():
+                time.sleep(0.15)
+                return True
+    return False
 
 
-@pytest.mark.parametrize("reached", [has_torch, is_starting], ids=["imports", "start"])
+@pytest.mark.parametrize("reached", [has_torch, has_worker], ids=["imports", "start"])
 def test_ctrl_c_before_the_first_step(moody: TinyRun, reached: Callable[[subprocess.Popen[str]], bool]) -> None:
     process = moody.start("run", "run.toml", *OPTIONS)
     while not reached(process):

@@ -181,3 +181,11 @@ async def test_bfloat16(engines, qwen3):
     answer = (await engine.generate([oracle.request(0, [3, 9, 4], max_new_tokens=12, min_new_tokens=12)]))[0]
     expected = oracle.log_probs(reference, [3, 9, 4], answer.token_ids)
     assert np.abs(answer.log_probs - expected).max() < 0.3
+
+
+async def test_auto_takes_what_a_trainer_on_the_cpu_sends_to_a_bfloat16_folder(engines, llama, tmp_path):
+    oracle.plain_model(llama).to(torch.bfloat16).save_pretrained(tmp_path)
+    engine = await engines(tmp_path)
+    new = oracle.other_weights(llama, seed=10)
+    await load(engine, oracle.buckets(new, version=1))
+    assert await engine.checksum() == expected_checksum(new)
