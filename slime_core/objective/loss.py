@@ -32,6 +32,8 @@ class TokenObjective:
     reads_values: bool = False
     old_from_current: bool = False
     """The old log-probs are the current ones, detached: one optimiser step per rollout and nothing else reads them."""
+    old_from_rollout: bool = False
+    """The old log-probs are the engine's: there is no gap between the two to report."""
     kl: KlEstimator | None = None
     kl_loss_coef: float = 0.0
     use_unbiased_kl: bool = False
@@ -96,7 +98,7 @@ class TokenObjective:
             metrics["kl_loss"] = kl.detach()
             total = total + self.kl_loss_coef * kl
         metrics["loss"] = total.detach()
-        if columns.rollout_log_probs is not None and everything.old_log_probs is not None:
+        if not self.old_from_rollout and columns.rollout_log_probs is not None and everything.old_log_probs is not None:
             metrics["train_rollout_logprob_abs_diff"] = (everything.old_log_probs - columns.rollout_log_probs).abs()
 
         weight = weight.to(total.dtype)

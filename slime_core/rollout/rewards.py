@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from typing import Final
 
 from pebble import ProcessExpired, ProcessPool
@@ -130,7 +131,9 @@ def finite(value: object, where: str) -> float:
 def interrupts_held_back() -> Iterator[None]:
     """What is started meanwhile never sees Ctrl-C: a worker that has not come to `start_worker` yet would end with a
     traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    # Started with the first process, and lets the signals in again when it is.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ class ObjectiveSpec:
     entropy_coef: float
     corrections: tuple[PartSpec, ...]
     old_from_current: bool
+    old_from_rollout: bool
 
     @classmethod
     def of_actor(cls, algo: BoundAlgo, steps_per_rollout: int) -> ObjectiveSpec:
@@ -33,6 +34,7 @@ class ObjectiveSpec:
             entropy_coef=keys.entropy_coef,
             corrections=tuple(part.spec() for part in algo.corrections if part.driver.in_loss),
             old_from_current=algo.old_is_current(steps_per_rollout),
+            old_from_rollout=keys.use_rollout_logprobs,
         )
 
     def build(self, agreement: Agreement, registry: Registry) -> TokenObjective:
@@ -43,6 +45,7 @@ class ObjectiveSpec:
             needs=frozenset(loss.driver.needs),
             reads_values=loss.driver.trains_values,
             old_from_current=self.old_from_current,
+            old_from_rollout=self.old_from_rollout,
             kl=None if self.kl is None else agreement.resolve(self.kl, registry).build(),
             kl_loss_coef=self.kl_loss_coef,
             use_unbiased_kl=self.use_unbiased_kl,
