@@ -50,7 +50,7 @@ learn: .venv/.run  ## Longer learning runs; by hand.
 	$(BIN)/python benchmarks/learn.py $(FLAGS)
 
 bench: .venv/.bench  ## The demo's step against TRL's trainer.
-	$(BIN)/python benchmarks/trl_cpu.py
+	$(BIN)/python benchmarks/trl_cpu.py $(FLAGS)
 
 clean:
 	rm -rf .venv runs

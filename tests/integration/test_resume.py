@@ -69,21 +69,27 @@ def publish_start(event):
     tell(event, "publish")
 '''
 
-RUN = """
+RUN = f"""
 name = "killed"
 seed = 3
 plugin = ["observer.py"]
 backend = "fsdp"
 engine = "local"
 reward = "has_digit"
-algo = { name = "grpo", kl_loss_coef = 0.01 }
-model = { hf_checkpoint = "base" }
-data = { prompt_data = "train.jsonl", input_key = "prompt", label_key = "label", rollout_shuffle = true }
-rollout = { rollout_batch_size = 8, n_samples_per_prompt = 4, rollout_max_response_len = 24, filters = ["nonzero_std"], over_sampling_batch_size = 10, max_filtered_groups = 1000 }
-checkpoint = { save_interval = 4 }
-train = { num_rollout = %d, num_steps_per_rollout = 2, lr = 1e-3 }
-eval = { eval_interval = 4, datasets = { held_out = { path = "train.jsonl@[0:64]", n_samples_per_eval_prompt = 2 } } }
-""" % STEPS
+algo = {{ name = "grpo", kl_loss_coef = 0.01 }}
+model = {{ hf_checkpoint = "base" }}
+data = {{ prompt_data = "train.jsonl", input_key = "prompt", label_key = "label", rollout_shuffle = true }}
+checkpoint = {{ save_interval = 4 }}
+train = {{ num_rollout = {STEPS}, num_steps_per_rollout = 2, lr = 1e-3 }}
+eval = {{ eval_interval = 4, datasets = {{ held_out = {{ path = "train.jsonl@[0:64]", n_samples_per_eval_prompt = 2 }} }} }}
+[rollout]
+rollout_batch_size = 8
+n_samples_per_prompt = 4
+rollout_max_response_len = 24
+filters = ["nonzero_std"]
+over_sampling_batch_size = 10
+max_filtered_groups = 1000
+"""
 
 
 @pytest.fixture(scope="module")

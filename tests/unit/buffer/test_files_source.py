@@ -146,7 +146,7 @@ def test_num_rows_without_a_check_is_known_when_no_row_can_be_passed_over(source
 
 def test_a_broken_line_says_how_to_go_on(source, jsonl):
     path = jsonl([{"input": "a"}, '{"input": "b"'])
-    with pytest.raises(DataError, match=r'train.jsonl, line 2: not valid JSON .* --on-bad-row skip'):
+    with pytest.raises(DataError, match=r"train.jsonl, line 2: not valid JSON .* --on-bad-row skip"):
         source(path)
     assert texts(source(path, on_bad_row="skip"), 3) == list("aaa")
 
