@@ -7,8 +7,9 @@ step.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,19 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Answers in the order of the requests. Requests of one call enter the engine together; calls overlap."""
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        """Answers as they end; what the kernel calls. All requests enter the engine in one turn of its loop, in order.
+
+        An engine that can say which answer ended should override this: here every request is a task.
+        """
+        answers = [asyncio.create_task(self.generate([request])) for request in requests]
+        try:
+            for answer in asyncio.as_completed(answers):
+                yield (await answer)[0]
+        finally:
+            for answer in answers:
+                answer.cancel()
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

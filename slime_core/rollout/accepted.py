@@ -51,6 +51,7 @@ class AcceptedGroups(Collector):
         target = config.rollout_batch_size
         tally = Tally()
         in_flight: deque[Submitted] = deque()
+        complete = False
         try:
             while len(tally.accepted) < target:
                 if not in_flight:
@@ -67,8 +68,9 @@ class AcceptedGroups(Collector):
                 self._check_limit(tally, step, config)
                 if config.refill == "eager":
                     in_flight += self._submit(context, 1, step)
+            complete = True
         finally:
-            await self._abort(context, in_flight)
+            await self._abort(context, in_flight, wait_for_rewards=complete)
             tally.returned += [submitted.item.as_returned(step) for submitted in in_flight]
             context.buffer.add_samples(tally.returned)
         accepted = sorted(tally.accepted, key=lambda group: group.samples[0].index)
@@ -119,7 +121,7 @@ class AcceptedGroups(Collector):
                 "--max-filtered-groups."
             )
 
-    async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted]) -> None:
+    async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted], *, wait_for_rewards: bool) -> None:
         if not in_flight:
             return
         tasks = [submitted.running.task for submitted in in_flight]
@@ -127,6 +129,10 @@ class AcceptedGroups(Collector):
         while running := [submitted.running for submitted in in_flight if not submitted.running.task.done()]:
             await context.runner.abort(running)
             await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
+            if not wait_for_rewards:
+                # The run ends: what the engines had is aborted by now, and a reward may take as long as its limit.
+                for task in tasks:
+                    task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, BaseException):
                 context.counts["rollout/failed_groups"] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +31,9 @@ class EngineWorker:
     async def start(self) -> EngineInfo:
         return await self._engine.start(self._spec.setup)
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
-        """Completions as they end. All requests enter the engine in one turn of its loop, in order."""
-        answers = [asyncio.create_task(self._engine.generate([request])) for request in requests]
-        try:
-            for answer in asyncio.as_completed(answers):
-                yield (await answer)[0]
-        finally:
-            for answer in answers:
-                answer.cancel()
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        """Completions as they end."""
+        return self._engine.stream(requests)
 
     async def call(self, method: str, *args: Any) -> Any:
         """A method of the engine contract by its name."""

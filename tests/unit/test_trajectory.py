@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from slime_core.errors import EngineError
+from slime_core.new_model import character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.single_turn import SingleTurn
-from slime_core.rollout.trajectory import Trajectory
+from slime_core.rollout.trajectory import Trajectory, decode
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Status, VersionSpan
@@ -18,6 +19,8 @@ PROMPT = Prompt(group_index=6, text="q", token_ids=np.array([5, 6, 7], np.int32)
 
 
 class Letters:
+    is_fast = False
+
     def decode(self, ids, skip_special_tokens):
         assert not skip_special_tokens
         return "".join(chr(97 + i) for i in ids)
@@ -214,3 +217,10 @@ async def test_a_single_turn_goes_on_with_what_is_left_of_the_budget():
     (sample,) = await SingleTurn().generate(episode(client, kept=first.finish(), budget=3))
     assert sample.status is Status.TRUNCATED
     assert len(client.requests) == 1
+
+
+def test_the_short_way_to_the_text_gives_the_same_text():
+    tokenizer = character_tokenizer("0123456789+= ", tokens=["\\boxed{"])
+    tokens = np.array(tokenizer.encode("12 + \\boxed{3=") + [tokenizer.eos_token_id], np.int32)
+    assert decode(tokenizer, tokens) == tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    assert decode(tokenizer, tokens) == "12 + \\boxed{3=<end>"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 from slime_core.types.weights import Bucket
 from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel, load_model
-from slime_local.request_row import RequestRow, Ticket
+from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.stop_text import StopText
 from slime_local.weights import WeightLoader
 
@@ -108,13 +109,26 @@ class LocalEngine(RolloutEngine):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Raises EngineError for a request that cannot be served, before any of the call runs."""
+        if not requests:
+            return []
+        ticket = ListTicket(len(requests))
+        with self._entered(requests, ticket):
+            return await ticket.future
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        """As `generate`, each answer when it ends."""
+        ticket = StreamTicket()
+        with self._entered(requests, ticket):
+            for _ in requests:
+                yield await ticket.next()
+
+    @contextlib.contextmanager
+    def _entered(self, requests: Sequence[GenerateRequest], ticket: Ticket) -> Iterator[None]:
+        """Puts the requests into the decoder; ends those that still run when the caller goes away."""
         setup = self._ready()
         if self._asleep:
             raise EngineError(f"{self._name}: generate while asleep; call wake first.")
-        if not requests:
-            return []
         self._check(requests)
-        ticket = Ticket(len(requests))
         rows = []
         for place, request in enumerate(requests):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
@@ -126,8 +140,8 @@ class LocalEngine(RolloutEngine):
         self._decoder.submit(rows)
         self._consider()
         try:
-            return await ticket.future
-        except asyncio.CancelledError:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
             self._decoder.end(lambda row: row.ticket is ticket)
             self._consider()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,35 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 from slime_core.types.sample import VersionSpan
 
 
-class Ticket:
-    """The answers to one call of `generate`; `future` is done when the last one is in."""
+class Ticket(Protocol):
+    """Who waits for the answers to one call."""
+
+    def put(self, place: int, completion: Completion) -> None: ...
+
+    def fail(self, error: EngineError) -> None: ...
+
+
+class StreamTicket:
+    """The answers in the order in which they end."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
+
+    async def next(self) -> Completion:
+        ended = await self._ended.get()
+        if isinstance(ended, EngineError):
+            raise ended
+        return ended
+
+    def put(self, place: int, completion: Completion) -> None:
+        self._ended.put_nowait(completion)
+
+    def fail(self, error: EngineError) -> None:
+        self._ended.put_nowait(error)
+
+
+class ListTicket:
+    """The answers in the order of the requests; `future` is done when the last one is in."""
 
     def __init__(self, size: int) -> None:
         self.future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
