@@ -221,6 +221,6 @@ async def test_a_single_turn_goes_on_with_what_is_left_of_the_budget():
 
 def test_the_short_way_to_the_text_gives_the_same_text():
     tokenizer = character_tokenizer("0123456789+= ", tokens=["\\boxed{"])
-    tokens = np.array(tokenizer.encode("12 + \\boxed{3=") + [tokenizer.eos_token_id], np.int32)
+    tokens = np.array([*tokenizer.encode("12 + \\boxed{3="), tokenizer.eos_token_id], np.int32)
     assert decode(tokenizer, tokens) == tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     assert decode(tokenizer, tokens) == "12 + \\boxed{3=<end>"
