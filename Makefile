@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) .[ray] hatchling hypothesis mypy pytest pytest-asyncio pytest-xdist ruff
+	$(UV) --editable .[plot,ray] hatchling hypothesis mypy pytest pytest-asyncio pytest-xdist ruff
 	touch $@
 
 .venv/.bench: .venv/.run
@@ -34,7 +34,7 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit $(wildcard plugins/*/tests) tests/integration -m "not chaos"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit $(wildcard plugins/*/tests) tests/integration -m "not chaos and not gpu"
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one.
 	$(SINGLE) $(BIN)/pytest -s tests/integration -m chaos

@@ -207,6 +207,7 @@ CONFIG = LauncherConfig(name="ray", device="cpu")
 OBJECTIVE = ObjectiveSpec(
     loss=PartSpec(group="slime.losses", name="fake", options={}),
     kl=None, kl_loss_coef=0.0, use_unbiased_kl=False, entropy_coef=0.0, corrections=(), old_from_current=False,
+            old_from_rollout=False,
 )  # fmt: skip
 
 
