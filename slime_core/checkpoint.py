@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,8 @@ class RunState:
     """Tokens trained on so far."""
     seconds: float = 0.0
     """Wall time of all attempts up to here."""
+    eval_before: Mapping[str, float] = field(default_factory=dict)
+    """Accuracy on each evaluation set before the first step; empty if that was not evaluated."""
 
 
 class CheckpointStore:

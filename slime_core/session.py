@@ -87,7 +87,6 @@ class Session:
     saved_rollout_id: int
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
-    first_eval: EvalReport | None = None
     last_eval: EvalReport | None = None
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
@@ -209,7 +208,8 @@ class Session:
         if not len(self.evaluator):
             return
         report, groups = await self._unless_stopped(self.evaluator.evaluate(step, self.state.version))
-        self.first_eval = self.first_eval or report
+        if step < 0:
+            self.state = replace(self.state, eval_before=self.accuracies(report))
         self.last_eval = report
         self._log(EVAL_AXIS, step + 1, report.metrics, step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
@@ -226,6 +226,11 @@ class Session:
             task.cancel()
             stop.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
+
+    def accuracies(self, report: EvalReport | None) -> dict[str, float]:
+        """The mean reward on each evaluation set, by name."""
+        names = [settings.name for settings in self.run.evals]
+        return {} if report is None else {name: report.metrics[f"eval/{name}"] for name in names}
 
     def raise_if_stopped(self) -> None:
         if self.stop_requested.is_set():

@@ -6,24 +6,29 @@ import json
 import time
 from typing import Any
 
+from slime_core import groups
 from slime_core.buffer.atomic_file import write_text
+from slime_core.config.bound import BoundRun
 from slime_core.session import Session
-from slime_core.types.report import EvalReport
 
 
 def write_summary(session: Session) -> dict[str, Any]:
     """{steps, seconds, tokens, eval: {before, after}, resolved}."""
-    names = [settings.name for settings in session.run.evals]
     summary = {
         "steps": session.state.rollout_id,
         "seconds": round(session.state.seconds + time.perf_counter() - session.started, 3),
         "tokens": session.state.tokens,
-        "eval": {"before": accuracies(session.first_eval, names), "after": accuracies(session.last_eval, names)},
-        "resolved": {part.where: f"{part.entry.qualified} {part.entry.version}" for part in session.run.parts},
+        "eval": {"before": dict(session.state.eval_before), "after": session.accuracies(session.last_eval)},
+        "resolved": resolved(session.run),
     }
     write_text(session.folder.summary, json.dumps(summary, indent=2))
     return summary
 
 
-def accuracies(report: EvalReport | None, names: list[str]) -> dict[str, float]:
-    return {} if report is None else {name: report.metrics[f"eval/{name}"] for name in names}
+def resolved(run: BoundRun) -> dict[str, str]:
+    """What every name of the run stands for, with its distribution and version."""
+    found = {"algo": f"{run.algo.entry.qualified} {run.algo.entry.version}"}
+    for part in run.parts:
+        where = f"algo {groups.NOUNS[part.group]}" if part.where == "algo" else part.where
+        found[where] = f"{part.entry.qualified} {part.entry.version}"
+    return found
