@@ -52,5 +52,12 @@ learn: .venv/.run  ## Longer learning runs; by hand.
 bench: .venv/.bench  ## The demo's step against TRL's trainer.
 	$(BIN)/python benchmarks/trl_cpu.py $(FLAGS)
 
+.venv/.docs: .venv/.run
+	$(UV) mkdocs-material
+	touch $@
+
+docs: .venv/.docs  ## The guide, as a site in site/.
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:
 	rm -rf .venv runs
