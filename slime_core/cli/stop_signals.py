@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -21,6 +22,8 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         self._stop: Callable[[], object] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
+        self._bell, self._string = socket.socketpair()
+        self._wakeup_before = -1
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
@@ -29,9 +32,19 @@ class StopSignals:
         # Not the event loop's own handlers: those would wait for a loop that is busy, and so would the second Ctrl-C.
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
+        # The system may hand a signal to any thread. A handler runs in the main one, which sleeps in the loop's poll until
+        # something wakes it: this does.
+        for end in (self._bell, self._string):
+            end.setblocking(False)
+        self._loop.add_reader(self._bell, self._bell.recv, 64)
+        self._wakeup_before = signal.set_wakeup_fd(self._string.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._loop.remove_reader(self._bell)
+        self._bell.close()
+        self._string.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -54,7 +54,7 @@ import numpy as np
 
 from slime_core.contracts.backend import BackendDriver, Layout
 from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.engine import EngineDriver, EngineInfo
+from slime_core.contracts.engine import EngineDriver, EngineInfo, RolloutEngine
 from slime_core.errors import CheckpointError, EngineError
 from slime_core.plugin import driver, loss
 from slime_core.types.completion import Completion, FinishReason
@@ -138,6 +138,9 @@ def place_of(array):
 
 
 class FakeEngine:
+    # Answers as they end, as an engine without a stream of its own gives them.
+    stream = RolloutEngine.stream
+
     def __init__(self):
         self.seen = []
         self.running = {}
