@@ -59,7 +59,7 @@ class RolloutConfig(Table):
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""
     concurrency: int = Field(512, gt=0)
-    """Samples in flight per engine (slime: --sglang-server-concurrency)."""
+    """Samples in flight per engine."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
     reward_timeout: float = Field(30.0, gt=0)

@@ -13,9 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-
-pytest.importorskip("ray")
-
 import ray
 from ray._private.internal_api import memory_summary
 from ray.exceptions import RayTaskError
