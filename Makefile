@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot,ray] hatchling hypothesis mypy pytest pytest-asyncio pytest-xdist ruff
+	$(UV) --editable .[plot,ray] hatchling hypothesis mypy psutil pytest pytest-asyncio pytest-xdist ruff
 	touch $@
 
 .venv/.bench: .venv/.run

@@ -1,6 +1,7 @@
 """The Ray launcher, with a backend and an engine that travel to the actors as a plugin file."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import ray
@@ -327,8 +329,9 @@ async def test_private_cluster_listens_on_loopback_only(workers, tmp_path):
 
 async def test_cluster_wants_its_token(workers):
     """Ray's servers were told to ask for one, and the driver does not hand it on to what it starts later."""
-    (gcs,) = [pid for pid in descendants(os.getpid()) if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text()]
-    environment = dict(entry.split("=", 1) for entry in Path(f"/proc/{gcs}/environ").read_text().split("\0") if entry)
+    running = {process.pid: process for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"}
+    (gcs,) = running.keys() & set(descendants(os.getpid()))
+    environment = running[gcs].environ()
     assert environment["RAY_AUTH_MODE"] == "token"
     assert len(environment["RAY_AUTH_TOKEN"]) == 64
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"} & set(os.environ)
@@ -629,17 +632,17 @@ def plasma() -> tuple[int, float]:
 
 
 def descendants(pid: int) -> list[int]:
-    children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-    return [pid, *(found for child in children for found in descendants(child))]
+    """`pid` and the processes under it; psutil passes over those that end meanwhile."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def sockets_of(pid: int) -> set[str]:
+    """Inodes; none of a process that ended meanwhile."""
     links = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            links.append(os.readlink(entry))
-        except FileNotFoundError:
-            continue
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(entry))
     return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
