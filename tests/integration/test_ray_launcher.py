@@ -329,7 +329,9 @@ async def test_private_cluster_listens_on_loopback_only(workers, tmp_path):
 
 async def test_cluster_wants_its_token(workers):
     """Ray's servers were told to ask for one, and the driver does not hand it on to what it starts later."""
-    running = {process.pid: process for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"}
+    running = {
+        process.pid: process for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"
+    }
     (gcs,) = running.keys() & set(descendants(os.getpid()))
     environment = running[gcs].environ()
     assert environment["RAY_AUTH_MODE"] == "token"
