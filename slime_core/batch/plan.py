@@ -56,6 +56,8 @@ def pack(samples: Int64, lengths: Int64, limits: MicroBatchLimits) -> list[Int64
     """First fit in order; a sample longer than the cap sits alone."""
     if limits.max_tokens is None:
         return [samples[i : i + limits.max_samples] for i in range(0, len(samples), limits.max_samples)]
+    if lengths[samples].sum() <= limits.max_tokens:
+        return [samples] if len(samples) else []
     bins: list[list[int]] = []
     room = FirstFit(len(samples), limits.max_tokens)
     for sample in samples.tolist():

@@ -67,7 +67,8 @@ class EngineEpisode:
         sampling = sampling or self.sampling
         if self._max_context_len is not None:
             room = max(0, self._max_context_len - len(token_ids))
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+            if room < sampling.max_new_tokens:
+                sampling = replace(sampling, max_new_tokens=room)
         turn = len(self.request_ids)
         request = GenerateRequest(
             request_id=f"{self._id}/{turn}",

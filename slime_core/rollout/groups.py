@@ -85,6 +85,7 @@ class GroupRunner:
         self._client = client
         self._tokenizer = tokenizer
         self._rewards = rewards
+        self._reward = None if settings.reward is None else settings.reward.spec()
         self._on_failure = on_failure
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
@@ -165,10 +166,10 @@ class GroupRunner:
         return [failed_sample(prompt, index)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
-        if self.settings.reward is None or self._rewards is None:
+        if self._reward is None or self._rewards is None:
             return group
         try:
-            return await self._rewards.score(self.settings.reward.spec(), group, self.settings.reward_key)
+            return await self._rewards.score(self._reward, group, self.settings.reward_key)
         except RewardError as error:
             if not self.settings.fail_sample_on_reward_failure:
                 raise

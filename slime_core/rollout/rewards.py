@@ -2,32 +2,49 @@
 
 A reward that hangs costs its worker process, which is killed and replaced; one that raises or returns something that is
 not a finite number is reported with the prompt it happened on.
+
+Groups that come in together travel together, as many as take about PARCEL_SECONDS by what was measured: a message per
+group would cost more than a fast reward itself, and a slow reward still gets its groups one by one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import multiprocessing
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from typing import Final
 
 from pebble import ProcessExpired, ProcessPool
 
 from slime_core.config.bound import PartSpec
-from slime_core.contracts.reward import Reward, RewardValue
+from slime_core.contracts.reward import RewardValue
 from slime_core.errors import RewardError
 from slime_core.plugin_file import PluginFile
-from slime_core.registry import Registry
+from slime_core.rollout.reward_worker import Raised, build_reward, score_groups, start_worker
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
+PARCEL_SECONDS: Final = 0.02
+LARGEST_PARCEL: Final = 64
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a worker process, as the cause of what is raised here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A group that waits for its rewards."""
+
+    spec: PartSpec
+    group: SampleGroup
+    answer: asyncio.Future[Sequence[RewardValue] | Raised]
 
 
 class RewardPool:
@@ -38,6 +55,10 @@ class RewardPool:
         self._timeout_s = timeout_s
         # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
         self._specs: list[str] = []
+        self._waiting: list[Waiting] = []
+        self._parcels: set[asyncio.Task[None]] = set()
+        self._pace: dict[str, float] = {}
+        """Seconds per group of each reward, as its last parcel took."""
         # spawn: forking a process that has torch's threads can deadlock.
         self._pool = ProcessPool(
             max_workers=workers,
@@ -63,13 +84,12 @@ class RewardPool:
         asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
         if not asked:
             return group
-        part = replace(group, samples=tuple(group.samples[n] for n in asked))
+        part = group
+        if len(asked) < len(group.samples):
+            part = replace(group, samples=tuple(group.samples[n] for n in asked))
         where = f'reward "{spec.name}" on {group.prompt.origin or f"group {group.group_index}"}'
-        future = self._pool.schedule(
-            score_group, args=(spec.to_json(), self._plugin_files, part), timeout=self._timeout_s
-        )
         try:
-            values = await asyncio.wrap_future(future)
+            values = await self._ask(spec, part)
         except FutureTimeoutError:
             raise RewardError(
                 f"{where}: no answer within {self._timeout_s:g} s. Raise --reward-timeout, or --on-reward-failure "
@@ -77,14 +97,13 @@ class RewardPool:
             ) from None
         except ProcessExpired as error:
             raise RewardError(f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}") from error
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
         except RewardError:
-            # It says itself on which prompt, and what to type.
             raise
         except Exception as error:
             raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {WAY_ON}") from error
+        if isinstance(values, Raised):
+            text = values.message if values.told else f"{where}: raised {values.message}. {WAY_ON}"
+            raise RewardError(text) from RemoteTraceback(values.traceback)
         samples = list(group.samples)
         if len(values) != len(asked):
             raise RewardError(f"{where}: returned {len(values)} values for {len(asked)} samples.")
@@ -95,6 +114,64 @@ class RewardPool:
     def close(self) -> None:
         self._pool.stop()
         self._pool.join()
+
+    async def _ask(self, spec: PartSpec, group: SampleGroup) -> Sequence[RewardValue] | Raised:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send_all)
+        waiting = Waiting(spec, group, loop.create_future())
+        self._waiting.append(waiting)
+        return await waiting.answer
+
+    def _send_all(self) -> None:
+        of_spec: dict[str, list[Waiting]] = {}
+        texts: dict[int, str] = {}
+        for waiting in self._waiting:
+            text = texts.get(id(waiting.spec)) or texts.setdefault(id(waiting.spec), waiting.spec.to_json())
+            of_spec.setdefault(text, []).append(waiting)
+        self._waiting = []
+        for text, members in of_spec.items():
+            pace = self._pace.get(text, math.inf)
+            size = max(1, min(LARGEST_PARCEL, int(PARCEL_SECONDS / max(pace, 1e-9))))
+            for start in range(0, len(members), size):
+                self._send(text, members[start : start + size])
+
+    def _send(self, text: str, members: Sequence[Waiting]) -> None:
+        parcel = asyncio.create_task(self._deliver(text, members))
+        self._parcels.add(parcel)
+        parcel.add_done_callback(self._parcels.discard)
+
+        def give_up(_: asyncio.Future[Sequence[RewardValue] | Raised]) -> None:
+            if all(member.answer.cancelled() for member in members):
+                parcel.cancel()
+
+        for member in members:
+            member.answer.add_done_callback(give_up)
+
+    async def _deliver(self, text: str, members: Sequence[Waiting]) -> None:
+        """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
+        that the one that hangs, or takes the worker down, is the one that fails."""
+        groups = [member.group for member in members]
+        future = self._pool.schedule(score_groups, args=(text, self._plugin_files, groups), timeout=self._timeout_s)
+        try:
+            scored = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever comes back reaches those who wait for it
+            left = [member for member in members if not member.answer.done()]
+            if len(members) == 1:
+                for member in left:
+                    member.answer.set_exception(error)
+            else:
+                self._pace.pop(text, None)
+                for member in left:
+                    self._send(text, [member])
+            return
+        self._pace[text] = scored.seconds / len(members)
+        for member, values in zip(members, scored.values, strict=True):
+            if not member.answer.done():
+                member.answer.set_result(values)
 
 
 def is_scored(sample: Sample) -> bool:
@@ -138,27 +215,3 @@ def interrupts_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_worker(specs: Sequence[str], plugin_files: tuple[PluginFile, ...]) -> None:
-    """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for spec in specs:
-        # It says why when it is called; here it would only break the pool.
-        with contextlib.suppress(Exception):
-            build_reward(spec, plugin_files)
-
-
-@functools.cache
-def reward_of(spec: str, plugin_files: tuple[PluginFile, ...]) -> Reward:
-    """Built once in each worker process."""
-    reward: Reward = PartSpec.from_json(spec).resolve(Registry(plugin_files)).build()
-    return reward
-
-
-def build_reward(spec: str, plugin_files: tuple[PluginFile, ...]) -> None:
-    reward_of(spec, plugin_files)
-
-
-def score_group(spec: str, plugin_files: tuple[PluginFile, ...], group: SampleGroup) -> Sequence[RewardValue]:
-    return list(reward_of(spec, plugin_files).score(group))

@@ -14,9 +14,11 @@ class SingleTurn(Generator):
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         trajectory = episode.trajectory()
-        left = episode.sampling.max_new_tokens - trajectory.response_length
-        if left <= 0:
+        sampling = episode.sampling
+        if trajectory.response_length:
+            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - trajectory.response_length)
+        if sampling.max_new_tokens <= 0:
             return [trajectory.finish(status=Status.TRUNCATED)]
-        completion = await episode.complete(trajectory.tokens, replace(episode.sampling, max_new_tokens=left))
+        completion = await episode.complete(trajectory.tokens, sampling)
         trajectory.append_completion(completion)
         return [trajectory.finish()]

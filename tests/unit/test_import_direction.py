@@ -11,12 +11,12 @@ KERNEL = Path(slime_core.__file__).parent
 
 # The rooms of slime_core, from the lowest level to the highest. A new room is one more word here.
 LEVELS = [
-    {"__init__", "types", "errors", "groups", "storage"},
+    {"__init__", "types", "errors", "groups", "heap", "storage"},
     {"contracts", "hookspecs", "mark", "plugin", "entry", "install_hints"},
     {"registry", "hooks", "config", "plugin_file"},
     {"buffer", "batch", "rollout", "launch", "workers", "checkpoint"}
-    | {"objective", "metrics", "manifest", "model_folder", "new_model", "run_folder", "tracking"},
-    {"loop", "evaluate", "plan"} | {"learner", "materials", "session", "startup", "summary"},
+    | {"objective", "metrics", "manifest", "model_folder", "new_model", "onednn", "run_folder", "tracking"},
+    {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

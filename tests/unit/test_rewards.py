@@ -1,5 +1,8 @@
 """Rewards in their worker processes: whatever one does, the run is told what and on which prompt."""
 
+import asyncio
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,18 @@ def too_few(group):
 @reward("no_list")
 def no_list(group):
     return 1.0
+
+
+@reward("moody")
+def moody(sample):
+    mood = sample.metadata.get("mood")
+    if mood == "raising":
+        raise KeyError("answer")
+    if mood == "hanging":
+        time.sleep(60)
+    if mood == "dying":
+        os._exit(3)
+    return sample.index
 
 
 class SlowToBuild(RewardDriver):
@@ -155,6 +170,42 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(pool, make
     assert again.samples[4].reward == 40
 
 
+async def test_what_one_group_does_concerns_no_other(files, make_group):
+    """Groups that are scored together: in one parcel once the reward is known to be fast."""
+    pool = RewardPool(files, workers=1, timeout_s=1.0)
+    try:
+        await pool.warm(spec("moody"))
+        await pool.score(spec("moody"), unscored_group(make_group), None)
+        moods = ["", "raising", "", "hanging", "dying", ""]
+        groups = [in_mood(unscored_group(make_group), mood) for mood in moods]
+        one_spec = spec("moody")
+        scoring = [pool.score(one_spec, group, None) for group in groups]
+        results = await asyncio.gather(*scoring, return_exceptions=True)
+        assert [type(result) for result in results if isinstance(result, Exception)] == [RewardError] * 3
+        assert "raised KeyError: 'answer'" in str(results[1])
+        assert "in moody" in str(results[1].__cause__)
+        assert "no answer within 1 s" in str(results[3])
+        assert "its worker process died (exit code 3)" in str(results[4])
+        for number in (0, 2, 5):
+            assert [sample.reward for sample in results[number].samples] == [0, None, 99.0, None, 4]
+    finally:
+        pool.close()
+
+
+async def test_a_parcel_that_nobody_waits_for_is_given_up(pool, make_group):
+    await pool.warm(spec("hanging"))
+    one_spec = spec("hanging")
+    scoring = [asyncio.ensure_future(pool.score(one_spec, unscored_group(make_group), None)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    for task in scoring:
+        task.cancel()
+    began = time.monotonic()
+    again = await pool.score(spec("by_index"), unscored_group(make_group), None)
+    assert again.samples[4].reward == 40
+    # Well before the time limits of the two.
+    assert time.monotonic() - began < 1.9
+
+
 async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(files, make_group):
     """Building takes longer than the time limit; else no group could be scored again after one has hung."""
     pool = RewardPool(files, workers=1, timeout_s=1.0)
@@ -179,6 +230,11 @@ async def test_nothing_to_score_asks_nobody(make_group):
         assert await pool.score(spec("by_index"), group, None) is group
     finally:
         pool.close()
+
+
+def in_mood(group, mood):
+    samples = tuple(replace(sample, metadata={"mood": mood}) for sample in group.samples)
+    return replace(group, samples=samples)
 
 
 def unscored_group(make_group):

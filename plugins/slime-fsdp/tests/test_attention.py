@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from slime_fsdp.attention import attend_blocks, block_cuts, plan_attention
+from slime_fsdp.segment_table import whole_sequences, zigzag_part
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def tensors(num_queries, num_keys):
 def test_blocks_equal_a_loop(lengths, window):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     q, k, v = tensors(offsets[-1], offsets[-1])
-    plan = plan_attention(torch.tensor(offsets, dtype=torch.int32), device=CPU, varlen=False)
+    plan = plan_attention(whole_sequences(torch.tensor(offsets, dtype=torch.int32)), device=CPU, varlen=False)
     found = attend_blocks(q, k, v, plan, 0.3, window)
     keys_of = [range(offsets[i], offsets[i + 1]) for i, length in enumerate(lengths) for _ in range(length)]
     wanted = oracle(q, k, v, 0.3, window, range(offsets[-1]), keys_of)
@@ -57,9 +58,8 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
             for c in (rank, 5 - rank):
                 held += range(start + c * chunk, start + (c + 1) * chunk)
     held = np.array(held).reshape(cp_size, -1)
-    plan = plan_attention(
-        torch.tensor(starts, dtype=torch.int32), device=CPU, varlen=varlen, cp_rank=cp_rank, cp_size=cp_size
-    )
+    table = zigzag_part(torch.tensor(starts, dtype=torch.int32), cp_rank, cp_size)
+    plan = plan_attention(table, device=CPU, varlen=varlen)
     positions = held[cp_rank]
     sequence = np.searchsorted(starts, positions, side="right") - 1
     if varlen:
@@ -82,6 +82,6 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
 
 def test_blocks_waste_little():
     lengths = np.sort(np.random.default_rng(0).integers(1, 300, 400))[::-1]
-    parts = np.split(lengths, block_cuts(lengths, lengths))
+    parts = np.split(lengths, block_cuts(lengths, lengths, np.full(400, True)))
     assert len(parts) < 20
     assert sum(len(part) * part.max() for part in parts) < 1.25 * lengths.sum()

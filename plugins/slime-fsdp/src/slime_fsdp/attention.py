@@ -4,8 +4,7 @@ On GPUs in half precision it is one variable-length kernel; elsewhere sequences 
 one SDPA call each. Under context parallelism keys and values are gathered over the group first.
 
 Legend: N tokens this rank holds, M keys visible to it (N without context parallelism), H query heads, K key heads,
-D head dim, S segments, Lq and Lk padded lengths in a block. A segment is a run of queries with the keys up to its end:
-a whole sequence, or one zigzag chunk.
+D head dim, S segments (see segment_table.py), Lq and Lk padded lengths in a block.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
+from slime_fsdp.segment_table import SegmentTable, runs
 
 PACKED = "slime_packed"
 """Our name among transformers' attention implementations."""
@@ -37,6 +36,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # as much as this many padded tokens.
 MAX_STRETCH = 1.25
 FREE_TOKENS = 8
+# Scores per segment and head up to which a CPU computes masked attention by its formula: SDPA's kernel for masks calls
+# tiny matrix products one by one and gains nothing from threads (measured 21 against 4 ms for 768 segments of 11 x 19).
+SHORT_SCORES = 2048
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,12 +48,11 @@ class Block:
     num_segments: int
     query_length: int
     key_length: int
-    query_lengths: Tensor
-    """(S,) int64"""
-    key_lengths: Tensor
-    """(S,) int64"""
-    square: bool
-    """Every segment has as many keys as queries: a plain causal mask does, padding at the right end included."""
+    last_key: Tensor
+    """(S or 1, Lq) int64: the last key that each query sees."""
+    mask: Tensor | None
+    """(S or 1, 1, Lq, Lk) bool, the keys in sight without a window. None: every segment has as many keys as queries, so
+    that a plain causal mask does, padding at the right end included."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,30 +78,10 @@ class AttentionPlan:
 
 
 def plan_attention(
-    cu_seqlens: Tensor,
-    *,
-    device: torch.device,
-    varlen: bool,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    group: dist.ProcessGroup | None = None,
+    table: SegmentTable, *, device: torch.device, varlen: bool, group: dist.ProcessGroup | None = None
 ) -> AttentionPlan:
-    """`cu_seqlens` (S + 1,) int32 on the CPU: offsets of the whole sequences, padded if cp_size > 1."""
-    offsets = cu_seqlens.numpy().astype(np.int64)
-    starts, lengths = offsets[:-1], np.diff(offsets)
-    gathered: Tensor | None = None
-    if cp_size == 1:
-        query_starts, query_lengths, key_starts, key_lengths = starts, lengths, starts, lengths
-    else:
-        chunks = lengths // (2 * cp_size)
-        query_lengths = np.repeat(chunks, 2)
-        query_starts = np.cumsum(query_lengths) - query_lengths
-        ends = np.stack([(cp_rank + 1) * chunks, (2 * cp_size - cp_rank) * chunks], axis=1)
-        key_starts, key_lengths = np.repeat(starts, 2), ends.ravel()
-        # Place of each token of the whole stream in the concatenation of the ranks' parts.
-        held = torch.cat([held_positions(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
-        gathered = torch.empty_like(held)
-        gathered[held] = torch.arange(len(held))
+    """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
+    query_lengths, key_lengths = table.query_lengths, table.key_lengths
     common: dict[str, Any] = {
         "cu_queries": offsets_of(query_lengths, device),
         "cu_keys": offsets_of(key_lengths, device),
@@ -109,30 +90,21 @@ def plan_attention(
         "group": group,
     }
     if varlen:
-        if gathered is None:
-            return AttentionPlan(**common)
-        stream = gathered[torch.from_numpy(runs(key_starts, key_lengths, key_lengths))]
-        return AttentionPlan(**common, key_rows=stream.to(device))
+        rows = None if table.key_rows is None else torch.from_numpy(table.key_rows).to(device)
+        return AttentionPlan(**common, key_rows=rows)
 
-    order = np.argsort(-query_lengths, kind="stable")
-    cuts = block_cuts(query_lengths[order], key_lengths[order])
+    square, key_starts = table.square, table.key_starts()
+    order = np.lexsort((-query_lengths, ~square))
+    cuts = block_cuts(query_lengths[order], key_lengths[order], square[order])
     blocks, query_rows, key_rows = [], [], []
     for members in np.split(order, cuts):
         wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
-        blocks.append(
-            Block(
-                num_segments=len(members),
-                query_length=wide,
-                key_length=deep,
-                query_lengths=torch.from_numpy(query_lengths[members]).to(device),
-                key_lengths=torch.from_numpy(key_lengths[members]).to(device),
-                square=gathered is None,
-            )
-        )
-        query_rows.append(runs(query_starts[members], query_lengths[members], np.full(len(members), wide)))
-        if gathered is not None:
-            key_rows.append(runs(key_starts[members], key_lengths[members], np.full(len(members), deep)))
-    if len(blocks) == 1 and gathered is None and (lengths == lengths[0]).all():
+        blocks.append(make_block(query_lengths[members], key_lengths[members], device))
+        query_rows.append(runs(table.query_starts[members], query_lengths[members], np.full(len(members), wide)))
+        if table.key_rows is not None:
+            places = runs(key_starts[members], key_lengths[members], np.full(len(members), deep))
+            key_rows.append(table.key_rows[places])
+    if len(blocks) == 1 and table.key_rows is None and (query_lengths == query_lengths[0]).all():
         return AttentionPlan(**common, blocks=tuple(blocks))
     rows = np.concatenate(query_rows)
     # Padding repeats a segment's last row, at a later place: written first, the real place wins.
@@ -143,28 +115,40 @@ def plan_attention(
         blocks=tuple(blocks),
         query_rows=torch.from_numpy(rows).to(device),
         query_places=torch.from_numpy(places).to(device),
-        key_rows=None if gathered is None else gathered[torch.from_numpy(np.concatenate(key_rows))].to(device),
+        key_rows=None if table.key_rows is None else torch.from_numpy(np.concatenate(key_rows)).to(device),
     )
+
+
+def make_block(query_lengths: np.ndarray, key_lengths: np.ndarray, device: torch.device) -> Block:
+    wide, deep = int(query_lengths.max()), int(key_lengths.max())
+    # The last query of a segment stands at its last key; where all are as far behind, one row serves all segments.
+    behind = key_lengths - query_lengths
+    behind = behind[:1] if (behind == behind[0]).all() else behind
+    # The clamp keeps a key in sight of every padded query: a row without any would be NaN, in the backward too.
+    last_key = torch.from_numpy(np.minimum(behind[:, None] + np.arange(wide), deep - 1)).to(device)
+    mask = None if not behind.any() else keys_in_sight(last_key, deep)
+    return Block(num_segments=len(query_lengths), query_length=wide, key_length=deep, last_key=last_key, mask=mask)
+
+
+def keys_in_sight(last_key: Tensor, key_length: int, window: int | None = None) -> Tensor:
+    """(S or 1, Lq) to (S or 1, 1, Lq, Lk) bool."""
+    last = last_key[:, None, :, None]
+    key = torch.arange(key_length, device=last_key.device)
+    return key <= last if window is None else (key <= last) & (key > last - window)
 
 
 def offsets_of(lengths: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
 
-def runs(starts: np.ndarray, lengths: np.ndarray, padded: np.ndarray) -> np.ndarray:
-    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded[i]` of them."""
-    before = np.cumsum(padded) - padded
-    offset = np.arange(int(padded.sum())) - np.repeat(before, padded)
-    return np.repeat(starts, padded) + np.minimum(offset, np.repeat(lengths - 1, padded))
-
-
-def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray) -> list[int]:
-    """Where to cut segments, longest first, so that no block wastes much on padding."""
+def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray, square: np.ndarray) -> list[int]:
+    """Where to cut segments, longest first, so that no block wastes much on padding or mixes the two kinds of mask."""
     cuts, longest, deepest = [], query_lengths[0], key_lengths[0]
     # Lengths repeat: looking only where they change keeps this short for thousands of sequences.
     changes = np.flatnonzero((np.diff(query_lengths) != 0) | (np.diff(key_lengths) != 0)) + 1
     for i in changes:
-        if far_apart(longest, query_lengths[i]) or far_apart(deepest, key_lengths[i]):
+        apart = far_apart(longest, query_lengths[i]) or far_apart(deepest, key_lengths[i])
+        if apart or square[i] != square[i - 1]:
             cuts.append(int(i))
             longest, deepest = query_lengths[i], key_lengths[i]
     return cuts
@@ -211,7 +195,7 @@ def attend_varlen(
 
     width = v.shape[-1]
     if plan.key_rows is not None:
-        k, v = k[plan.key_rows], v[plan.key_rows]
+        k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     extra = {}
@@ -255,7 +239,7 @@ def attend_blocks(
             k = Pad.apply(k, plan.query_rows, plan.query_places)
             v = Pad.apply(v, plan.query_rows, plan.query_places)
         else:
-            k, v = k.index_select(0, plan.key_rows), v.index_select(0, plan.key_rows)
+            k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
     queries = q.split([block.num_segments * block.query_length for block in plan.blocks])
     sizes = [block.num_segments * block.key_length for block in plan.blocks]
     outputs = [
@@ -275,28 +259,36 @@ def attend_block(
     q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
     k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
     v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
-    causal = block.square and (sliding_window is None or sliding_window >= block.key_length)
+    mask = block.mask
+    if sliding_window is not None and sliding_window < block.key_length:
+        mask = keys_in_sight(block.last_key, block.key_length, sliding_window)
+    if mask is not None and not q.is_cuda and block.query_length * block.key_length <= SHORT_SCORES:
+        return attend_short(q, k, v, mask, scaling).transpose(1, 2).flatten(0, 1)
     out = F.scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=None if causal else block_mask(block, sliding_window),
-        is_causal=causal,
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def block_mask(block: Block, sliding_window: int | None) -> Tensor:
-    """(S, 1, Lq, Lk) bool. The last query of a segment stands at its last key."""
-    device = block.query_lengths.device
-    first = (block.key_lengths - block.query_lengths)[:, None, None, None]
-    # The clamp keeps a key in sight of every padded query: a row without any would be NaN, in the backward too.
-    position = (first + torch.arange(block.query_length, device=device)[:, None]).clamp(max=block.key_length - 1)
-    key = torch.arange(block.key_length, device=device)
-    seen = key <= position
-    return seen if sliding_window is None else seen & (key > position - sliding_window)
+def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the formula itself.
+
+    The queries of the heads that share a key head are rows of one product: no key is repeated.
+    """
+    segments, heads, rows, width = q.shape
+    shared = heads // k.shape[1]
+    scale = width**-0.5 if scaling is None else scaling
+    grouped = (q * scale).unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1)
+    scores = torch.bmm(grouped, k.flatten(0, 1).transpose(1, 2)).unflatten(0, (segments, -1))
+    scores = scores.unflatten(2, (shared, rows)).masked_fill(~mask[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).flatten(2, 3).flatten(0, 1)
+    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (segments, -1)).unflatten(2, (shared, rows)).flatten(1, 2)
 
 
 class Pad(torch.autograd.Function):
@@ -327,6 +319,30 @@ class TakeUnique(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.shape).index_copy_(0, rows, grads[0]), None
+
+
+class Take(torch.autograd.Function):
+    """x[rows] for rows that may repeat: the backward adds in a fixed order, in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        # Two dimensions: with more of them the CPU's index_add_ calls a kernel for every row.
+        grad = grads[0].flatten(1).to(wide) if grads[0].dim() > 1 else grads[0].to(wide)[:, None]
+        total = grad.new_zeros((ctx.shape[0], grad.shape[1]))
+        if grad.is_cuda:
+            # index_add_ would use atomics here, and index_put_ does so on the CPU.
+            total.index_put_((rows,), grad, accumulate=True)
+        else:
+            total.index_add_(0, rows, grad)
+        return total.to(grads[0].dtype).view(ctx.shape), None
 
 
 def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from slime_fsdp import checkpoint
 from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.export import buckets_of, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
+from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.log_probs import EntropyMode
 from slime_fsdp.optimizer import (
     gradient_norm,
@@ -38,6 +39,8 @@ from slime_fsdp.optimizer import (
 from slime_fsdp.packed_model import Outputs, PackedModel, Placement, build_model
 from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
+from slime_fsdp.segment_table import whole_sequences, zigzag_part
+from slime_fsdp.shared_prompts import share_prompts
 
 
 @dataclass(kw_only=True)
@@ -78,6 +81,8 @@ class FsdpBackend(TrainBackend):
         if setup.device == "cuda":
             device = torch.device("cuda", setup.local_rank)
             torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()
         precision = config.precision
         if precision == "auto":
             precision = "bfloat16" if setup.device == "cuda" else "float32"
@@ -173,14 +178,18 @@ class FsdpBackend(TrainBackend):
     def _prepare(self, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
         """This rank's part, on the device, with the plan that is made from its offsets on the host."""
         placement, layout = self._ready.placement, self._ready.layout
-        if layout.cp_size > 1:
+        shared = share_prompts(micro) if self._config.shares_prompts else None
+        if shared is not None:
+            micro, table = shared
+        elif layout.cp_size > 1:
             micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
+            table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
+        else:
+            table = whole_sequences(micro.cu_seqlens)
         plan = plan_attention(
-            micro.cu_seqlens,
+            table,
             device=placement.device,
             varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
-            cp_rank=layout.cp_rank,
-            cp_size=layout.cp_size,
             group=self._ready.ranks.cp_group,
         )
         return micro.to(placement.device), plan

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,15 +51,16 @@ class ModelFolder:
         """With its weights, float32, on the CPU. A value head that the folder lacks starts from N(0, 1/(hidden + 1)),
         bias 0 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1)."""
         try:
-            model, info = HEADS[self.head].from_pretrained(
-                self.path,
-                config=self.config,
-                attn_implementation=attn_implementation,
-                dtype=torch.float32,
-                trust_remote_code=self.trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            with expected_differences() if self.head == "value" else nullcontext():
+                model, info = HEADS[self.head].from_pretrained(
+                    self.path,
+                    config=self.config,
+                    attn_implementation=attn_implementation,
+                    dtype=torch.float32,
+                    trust_remote_code=self.trust_remote_code,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise ModelError(f"{self.path}: the weights cannot be loaded: {error}") from error
         missing = set(info["missing_keys"])
@@ -69,6 +73,18 @@ class ModelFolder:
             some = ", ".join(sorted(missing)[:3])
             raise ModelError(f"{self.path}: {len(missing)} weights are missing from its files, such as {some}.")
         return model.eval()
+
+
+@contextmanager
+def expected_differences() -> Iterator[None]:
+    """transformers warns that a language model's folder has another head; what is missing is looked at here."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def fresh_value_head(linear: torch.nn.Linear, seed: int) -> None:

@@ -20,8 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
+from slime_core.onednn import onednn_available, use_onednn
 from slime_core.types.microbatch import MicroBatch
-from slime_fsdp.attention import PACKED, AttentionPlan, TakeUnique
+from slime_fsdp.attention import PACKED, AttentionPlan, Take
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.log_probs import EntropyMode, chunk_positions, log_probs_of
 from slime_fsdp.plugin import FsdpConfig
@@ -51,10 +52,10 @@ class PackedModel(nn.Module):
             use_cache=False,
             **attention_arguments(self.model, plan),
         ).last_hidden_state[0]
-        # Each position predicts one token, so the rows differ. Without any, an empty slice keeps the graph.
-        hidden = TakeUnique.apply(hidden, micro.logit_index)
+        # All answers to a shared prompt are predicted from its last token. Without any row, the graph stays.
+        hidden = Take.apply(hidden, micro.logit_index)
         if self.head == "value":
-            return Outputs(values=self.model.score(hidden)[:, 0].float())
+            return Outputs(values=values_of(hidden, self.model.score))
         linear = self.model.get_output_embeddings()
         log_probs, entropies = log_probs_of(
             hidden,
@@ -78,6 +79,12 @@ class PackedModel(nn.Module):
 
     def shards(self) -> Iterator[FSDPModule]:
         return (module for module in self.modules() if isinstance(module, FSDPModule))
+
+
+def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
+    """(T,) float32, whatever the model computes in: bfloat16 would round a value of one to two decimals."""
+    bias = None if head.bias is None else head.bias.float()
+    return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
 
 
 def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str, Any]:
@@ -121,6 +128,8 @@ def build_model(
     else:
         model = folder.empty_model(attention)
     store_parameters(model, storage)
+    if wants_onednn(config, placement):
+        use_onednn(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, config))
     packed = PackedModel(model, head=folder.head, log_probs_chunk_size=config.log_probs_chunk_size)
@@ -137,6 +146,16 @@ def build_model(
         shard(packed, layers, config, placement, trained=trained)
         fill(packed, loaded, placement)
     return packed
+
+
+def wants_onednn(config: FsdpConfig, placement: Placement) -> bool:
+    """Raises ModelError where it was asked for and cannot be had."""
+    fits = placement.device.type == "cpu" and placement.compute_dtype == torch.float32 and not config.compile
+    if config.linear == "onednn" and not (fits and onednn_available()):
+        raise ModelError(
+            'backend.linear = "onednn": needs a CPU, float32, no compile and a torch with oneDNN. Use linear = "auto".'
+        )
+    return config.linear != "torch" and fits and onednn_available()
 
 
 def store_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -39,6 +39,13 @@ class FsdpConfig(DriverConfig):
     attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "packed"
     """packed: ours, no padding and no dense mask. The others are those of transformers; sdpa and eager build a dense
     mask over the whole micro-batch."""
+    share_prompts: bool | None = None
+    """Compute a prompt once for all its answers that are in a micro-batch, and no token that nothing reads. Log-probs
+    and gradients stay the same up to rounding. By default on; it needs attn_implementation packed and no context
+    parallelism."""
+    linear: Literal["auto", "torch", "onednn"] = "auto"
+    """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
+    fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     compile: bool = False
@@ -53,6 +60,14 @@ class FsdpConfig(DriverConfig):
     """Regular expressions: parameters whose Hugging Face name matches one are not trained."""
     only_train_params_name_list: tuple[str, ...] = ()
     """Regular expressions: if any is given, only parameters that match one are trained."""
+
+    @property
+    def can_share_prompts(self) -> bool:
+        return self.attn_implementation == "packed" and self.context_parallel_size == 1
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.can_share_prompts if self.share_prompts is None else self.share_prompts
 
 
 class Fsdp(BackendDriver):
@@ -94,6 +109,10 @@ class Fsdp(BackendDriver):
         if cp_size > 1 and config.attn_implementation != "packed":
             problems.append(
                 f'backend.attn_implementation = "{config.attn_implementation}": context parallelism needs "packed".'
+            )
+        if config.share_prompts and not config.can_share_prompts:
+            problems.append(
+                'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
             )
         return problems + architecture_problems(model_config)
 

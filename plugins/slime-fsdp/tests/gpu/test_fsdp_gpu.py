@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_fsdp.attention import attend_blocks, attend_varlen, plan_attention
+from slime_fsdp.segment_table import whole_sequences, zigzag_part
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 7, 130, 64, 3, 65]
@@ -26,7 +27,8 @@ def test_varlen_equals_sdpa(window, rank_of_two):
     )
     found = []
     for varlen, attend in ((True, attend_varlen), (False, attend_blocks)):
-        plan = plan_attention(cu_seqlens, device=device, varlen=varlen, cp_rank=rank_of_two or 0, cp_size=cp_size)
+        table = whole_sequences(cu_seqlens) if rank_of_two is None else zigzag_part(cu_seqlens, rank_of_two, 2)
+        plan = plan_attention(table, device=device, varlen=varlen)
         out = attend(q, k, v, plan, 0.125, window)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     for one, other in zip(*found, strict=True):

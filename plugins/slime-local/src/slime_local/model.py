@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache
 
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import ModelError
+from slime_core.onednn import onednn_available, use_onednn
 from slime_local.attention import NAME
 from slime_local.kv_store import LayerShape, ProbeView
-from slime_local.linear import onednn_available, use_onednn
 
 if TYPE_CHECKING:
     from slime_local.plugin import LocalConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 from slime_rm_math.numeral import MAX_DIGITS, canonical
 from slime_rm_math.unit import without_unit
@@ -82,12 +83,13 @@ _RATIO = re.compile(r"(-?)([0-9]+)/(-?)([0-9]+)")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?)([0-9]+)\}\{(-?)([0-9]+)\}")
 
 
+@lru_cache(maxsize=4096)
 def normal_form(text: str) -> str:
     """The answer with spelling that carries no meaning taken away; still valid LaTeX where `text` was.
 
     Gone are: math delimiters, sizing, spacing and font commands, units after a number, currency, percent and degree
     signs, thousands separators, needless zeros and braces, a full stop at the end. `a/b` of integers becomes
-    `\\frac{a}{b}` with its sign in front.
+    `\\frac{a}{b}` with its sign in front. Remembered, since the answers of a group share a label and often each other.
     """
     text = plain_latex(text).replace("\\!", "").replace("{,}", ",")
     text = _EMPTY_BRACKET.sub("", _DEGREES.sub("", _SPACE_COMMAND.sub(" ", text)))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.reward import Reward, RewardDriver
+
+if TYPE_CHECKING:
+    from slime_core.contracts.example import Example
 
 
 class BoxedConfig(DriverConfig):
@@ -38,6 +43,12 @@ class Math(RewardDriver):
 
         return MathReward(max_symbolic_chars=config.max_symbolic_chars)
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_math import examples
+
+        return examples.MATH
+
 
 class Dapo(RewardDriver):
     """`score` +1 or -1 and `acc` 1 or 0, from the last "Answer: ..." line near the end of the response."""
@@ -51,6 +62,12 @@ class Dapo(RewardDriver):
 
         return DapoReward(window_chars=config.window_chars)
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_math import examples
+
+        return examples.DAPO
+
 
 class DeepScaler(RewardDriver):
     """As math, but only the text after the reasoning counts; a response that never ends its reasoning gets 0."""
@@ -63,6 +80,12 @@ class DeepScaler(RewardDriver):
 
         return DeepScalerReward(think_end=config.think_end, max_symbolic_chars=config.max_symbolic_chars)
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_math import examples
+
+        return examples.DEEPSCALER
+
 
 class Gsm8k(RewardDriver):
     """1 if the number that the response ends with equals the number after "####" in the label, else 0."""
@@ -72,3 +95,9 @@ class Gsm8k(RewardDriver):
         from slime_rm_math.gsm8k import Gsm8kReward
 
         return Gsm8kReward()
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_math import examples
+
+        return examples.GSM8K

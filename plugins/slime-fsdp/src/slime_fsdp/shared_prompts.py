@@ -1,0 +1,89 @@
+"""Shared prompts: a micro-batch's stream without the tokens that would be computed twice, or for nothing.
+
+The answers of a group continue one prompt, so the prompt's hidden states are the same in each of them: they are
+computed once, and every answer's attention reads the same keys and values. The last token of an answer is left out as
+well, since nothing reads what comes after it. Log-probs and gradients are those of the whole stream, up to rounding;
+what is saved is linear work for (answers - 1) x prompt + answers tokens.
+
+(Prefix Grouper, arXiv:2506.05433, splits attention for this; here keys are gathered, which any kernel understands.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from slime_core.batch.pack import ragged_positions
+from slime_core.types.microbatch import MicroBatch
+from slime_fsdp.segment_table import Int64, SegmentTable
+
+
+def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
+    """The shorter stream: prompts first, then answers. None where no two neighbouring samples have a prompt in common.
+
+    `logit_index` of the result may repeat: all answers to a prompt are predicted from its last token. The response
+    axis stays as it is.
+    """
+    starts = micro.cu_seqlens.numpy().astype(np.int64)[:-1]
+    tokens, logit_index = micro.tokens.numpy(), micro.logit_index.numpy()
+    answer_lengths = np.bincount(micro.segments.numpy(), minlength=micro.num_samples)
+    # A sample without an answer has nothing that is read.
+    read = np.flatnonzero(answer_lengths)
+    starts, answer_lengths = starts[read], answer_lengths[read]
+    first_row = np.cumsum(answer_lengths) - answer_lengths
+    prompt_lengths = logit_index[first_row] - starts + 1
+    repeats = same_as_before(tokens, starts, prompt_lengths)
+    if not repeats.any():
+        return None
+
+    leaders = np.flatnonzero(~repeats)
+    prompt_of = np.cumsum(~repeats) - 1
+    lengths_of_prompts = prompt_lengths[leaders]
+    fed = answer_lengths - 1
+    fed_starts = int(lengths_of_prompts.sum()) + np.cumsum(fed) - fed
+    prompt_starts = np.cumsum(lengths_of_prompts) - lengths_of_prompts
+    source = np.concatenate(
+        [ragged_positions(starts[leaders], lengths_of_prompts), ragged_positions(starts + prompt_lengths, fed)]
+    )
+    # Row 0 of an answer is predicted at its prompt's end, row t at its own token t - 1.
+    row = ragged_positions(np.zeros_like(answer_lengths), answer_lengths)
+    at_prompt_end = np.repeat((prompt_starts + lengths_of_prompts - 1)[prompt_of], answer_lengths)
+    predicted_at = np.where(row == 0, at_prompt_end, np.repeat(fed_starts - 1, answer_lengths) + row)
+
+    longer = np.flatnonzero(fed)
+    key_starts = np.stack([prompt_starts[prompt_of], fed_starts], axis=1)[longer]
+    key_parts = np.stack([prompt_lengths, fed], axis=1)[longer]
+    table = SegmentTable(
+        query_starts=np.concatenate([prompt_starts, fed_starts[longer]]),
+        query_lengths=np.concatenate([lengths_of_prompts, fed[longer]]),
+        key_lengths=np.concatenate([lengths_of_prompts, key_parts.sum(axis=1)]),
+        key_rows=np.concatenate(
+            [
+                ragged_positions(prompt_starts, lengths_of_prompts),
+                ragged_positions(key_starts.ravel(), key_parts.ravel()),
+            ]
+        ),
+    )
+    offsets = np.concatenate([[0], np.cumsum(table.query_lengths)]).astype(np.int32)
+    rows = torch.from_numpy(source)
+    return replace(
+        micro,
+        tokens=micro.tokens[rows],
+        position_ids=micro.position_ids[rows],
+        cu_seqlens=torch.from_numpy(offsets),
+        max_seqlen=int(table.query_lengths.max()),
+        logit_index=torch.from_numpy(predicted_at),
+    ), table
+
+
+def same_as_before(tokens: Int64, starts: Int64, lengths: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """(S,) whether tokens[starts[i]:][:lengths[i]] equals that of i - 1."""
+    alike = np.zeros(len(starts), np.bool_)
+    alike[1:] = lengths[1:] == lengths[:-1]
+    pairs = np.flatnonzero(alike)
+    compared = lengths[pairs]
+    differs = tokens[ragged_positions(starts[pairs], compared)] != tokens[ragged_positions(starts[pairs - 1], compared)]
+    alike[np.repeat(pairs, compared)[differs]] = False
+    return alike

@@ -1,0 +1,29 @@
+"""The cyclic garbage collector during a run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Final
+
+YOUNG: Final = 20_000
+"""Objects made before the collector looks at the young ones. A rollout step makes tens of thousands and keeps them."""
+
+
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """What exists when it is entered stays as long as it lasts.
+
+    Without it the collector walks all modules, models and configs again and again while samples are made: measured a
+    quarter of the time of a rollout step on one CPU.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

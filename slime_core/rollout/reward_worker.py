@@ -1,0 +1,74 @@
+"""What runs in a reward's worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_core.config.bound import PartSpec
+from slime_core.contracts.reward import Reward, RewardValue
+from slime_core.errors import RewardError
+from slime_core.plugin_file import PluginFile
+from slime_core.registry import Registry
+from slime_core.types.sample import SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a reward raised on one group, as text: the exception itself may not travel."""
+
+    message: str
+    """A RewardError's own message; else the type and text."""
+    told: bool
+    """It was a RewardError, which says itself on which prompt, and what to type."""
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Answers in the order of the groups."""
+
+    values: Sequence[Sequence[RewardValue] | Raised]
+    seconds: float
+
+
+def start_worker(specs: Sequence[str], plugin_files: tuple[PluginFile, ...]) -> None:
+    """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for spec in specs:
+        # It says why when it is called; here it would only break the pool.
+        with contextlib.suppress(Exception):
+            build_reward(spec, plugin_files)
+
+
+@functools.cache
+def reward_of(spec: str, plugin_files: tuple[PluginFile, ...]) -> Reward:
+    """Built once in each worker process."""
+    reward: Reward = PartSpec.from_json(spec).resolve(Registry(plugin_files)).build()
+    return reward
+
+
+def build_reward(spec: str, plugin_files: tuple[PluginFile, ...]) -> None:
+    reward_of(spec, plugin_files)
+
+
+def score_groups(spec: str, plugin_files: tuple[PluginFile, ...], groups: Sequence[SampleGroup]) -> Scored:
+    """What one group makes the reward raise does not concern the others."""
+    reward = reward_of(spec, plugin_files)
+    began = time.perf_counter()
+    values = [score_group(reward, group) for group in groups]
+    return Scored(values, time.perf_counter() - began)
+
+
+def score_group(reward: Reward, group: SampleGroup) -> Sequence[RewardValue] | Raised:
+    try:
+        return list(reward.score(group))
+    except RewardError as error:
+        return Raised(str(error), True, traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - a reward is foreign code; what it raised is told where it was asked
+        return Raised(f"{type(error).__name__}: {error}", False, traceback.format_exc())
