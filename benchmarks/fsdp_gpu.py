@@ -55,6 +55,7 @@ SHAPES = {
 }
 CASES = {
     "plain": {},
+    "unshared": {"share_prompts": False},
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile": True},
     "compile+checkpointing": {"compile": True, "gradient_checkpointing": True},
@@ -76,11 +77,18 @@ def lengths_of(tokens: int, longest: int, order: np.random.Generator) -> np.ndar
     return np.array(lengths, np.int32)
 
 
-def make_batch(micros: int, tokens: int, longest: int, vocab: int, seed: int) -> tuple[Batch, list[np.ndarray]]:
+def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch, list[np.ndarray]]:
+    """`asked.answers` neighbours have the same prompt, as a group's samples do."""
     order = np.random.default_rng(seed)
-    per_micro = [lengths_of(tokens, longest, order) for _ in range(micros)]
+    per_micro = [lengths_of(asked.tokens, asked.longest, order) for _ in range(asked.micros)]
     total = np.concatenate(per_micro)
-    prompt = np.maximum(total // 8, 1).astype(np.int32)
+    prompt = np.clip(total - 1, 1, int(asked.longest * asked.prompt_share)).astype(np.int32)
+    starts = np.cumsum(total) - total
+    tokens = order.integers(vocab, size=int(total.sum())).astype(np.int32)
+    for i in range(len(total)):
+        first = i - i % asked.answers
+        same = min(prompt[i], prompt[first])
+        tokens[starts[i] : starts[i] + same] = tokens[starts[first] : starts[first] + same]
     number = np.arange(len(total))
     num_response = int((total - prompt).sum())
     batch = Batch(
@@ -92,7 +100,7 @@ def make_batch(micros: int, tokens: int, longest: int, vocab: int, seed: int) ->
         truncated=np.zeros(len(total), np.bool_),
         prompt_length=prompt,
         response_length=total - prompt,
-        tokens=order.integers(vocab, size=int(total.sum())).astype(np.int32),
+        tokens=tokens,
         mask=np.ones(num_response, np.uint8),
         rollout_log_probs=np.zeros(num_response, np.float32),
         version=np.zeros(num_response, np.int32),
@@ -128,7 +136,7 @@ def measure(case: str, folder: Path, asked: argparse.Namespace) -> dict[str, obj
         if step == asked.warmup and asked.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         # New lengths each step, as in training: a kernel that is compiled for one length would show.
-        batch, parts = make_batch(asked.micros, asked.tokens, asked.longest, shape.vocab, seed=step)
+        batch, parts = make_batch(asked, shape.vocab, seed=step)
         plain = [pack_micro_batch(batch, part) for part in parts]
         started = time.perf_counter()
         scores = backend.score(plain)
@@ -156,6 +164,8 @@ def measure(case: str, folder: Path, asked: argparse.Namespace) -> dict[str, obj
         "tokens_per_step": num_tokens,
         "tokens_per_micro_batch": asked.tokens,
         "longest_sequence": asked.longest,
+        "prompt_share": asked.prompt_share,
+        "answers": asked.answers,
         "step_s": round(statistics.median(step_s), 4),
         "step_s_spread": [round(min(step_s), 4), round(max(step_s), 4)],
         "train_tok_per_s": round(num_tokens / statistics.median(step_s)),
@@ -169,10 +179,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--cases", default="plain,checkpointing,compile,compile+checkpointing", help=", ".join(CASES))
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
+    parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
+    parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=5, help="steps that are")
     asked = parser.parse_args()

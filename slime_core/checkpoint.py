@@ -15,7 +15,8 @@ from slime_core.storage import is_full, storage_error
 
 COMPLETE: Final = "COMPLETE"
 STATE_FILE: Final = "state.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""2: trainer/ has a folder for each trained role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

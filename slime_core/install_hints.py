@@ -34,7 +34,9 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "random"),
     },
-    groups.FILTERS: {"slime-filters": ("nonzero_std", "pass_rate_band", "length", "priority", "fresh_first")},
+    groups.FILTERS: {
+        "slime-filters": ("nonzero_std", "pass_rate_band", "length", "overlong_filter", "priority", "fresh_first"),
+    },
     groups.GENERATORS: {"slime-search-r1": ("search_r1",), "slime-agents": ("retool", "multi_agent")},
     groups.MIDDLEWARES: {
         "slime-router": ("radix_cache", "load_balance", "priority", "session_affinity", "record"),

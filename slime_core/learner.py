@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -12,13 +14,20 @@ import numpy as np
 from slime_core.batch.assemble import assemble
 from slime_core.batch.denominators import split_steps
 from slime_core.config.bound import BoundAlgo, BoundRun
-from slime_core.contracts.backend import ACTOR, REFERENCE
+from slime_core.config.roles import RolePlan, Scoring
 from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
-from slime_core.metrics import column_metrics, reward_part_metrics, rollout_metrics
+from slime_core.metrics import (
+    column_metrics,
+    repetition_metrics,
+    reward_part_metrics,
+    rollout_metrics,
+    step_metrics,
+)
 from slime_core.objective.credit import CreditRules, assign_credit, require_finite
-from slime_core.types.batch import Batch, Float32, TokenColumns
+from slime_core.objective.mismatch import mismatch_metrics
+from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
 
@@ -30,10 +39,13 @@ METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
 class LearnerPlan:
     """What the recipe asks of every batch; worked out once."""
 
-    score_old: bool
-    """A forward for the old log-probs (they are not provably the current ones)."""
+    roles: tuple[RolePlan, ...]
+    """In order of scoring."""
     old_from_rollout: bool
-    score_reference: bool
+    reads_rollout: bool = False
+    """The engine's log-probs are used: they must be there."""
+    report_mismatch: bool = False
+    """Metrics of the gap between the trainer's log-probs and the engine's."""
     rules: CreditRules
     rollouts_per_batch: int
     train_short_batch: bool
@@ -42,13 +54,15 @@ class LearnerPlan:
 
     @classmethod
     def of(cls, run: BoundRun) -> LearnerPlan:
-        algo, keys = run.algo, run.algo.keys
-        wants_old = Need.OLD_LOGPROBS in algo.needs or keys.get_mismatch_metrics
+        keys = run.algo.keys
+        of_batch = [part.driver for part in run.algo.corrections if not part.driver.in_loss]
         return cls(
-            score_old=wants_old and not keys.use_rollout_logprobs and not algo.old_is_current(run.steps_per_rollout),
+            roles=tuple(role.plan for role in run.roles),
             old_from_rollout=keys.use_rollout_logprobs,
-            score_reference=Need.REF_LOGPROBS in algo.needs,
-            rules=credit_rules(run, algo),
+            reads_rollout=keys.get_mismatch_metrics or Need.ROLLOUT_LOGPROBS in run.algo.needs,
+            report_mismatch=keys.get_mismatch_metrics
+            or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),
+            rules=credit_rules(run, run.algo),
             rollouts_per_batch=run.rollouts_per_batch,
             train_short_batch=run.config.train.on_short_batch == "train",
             max_skipped_steps=run.config.train.max_skipped_steps,
@@ -60,81 +74,140 @@ def credit_rules(run: BoundRun, algo: BoundAlgo) -> CreditRules:
     from slime_core.contracts.aggregation import Aggregation
 
     keys = algo.keys
+    estimators = [(part.build(), frozenset(part.driver.needs)) for part in algo.estimators]
     return CreditRules(
-        advantage=algo.advantage.build() if algo.loss.driver.uses_advantages else None,
-        advantage_needs=frozenset(algo.advantage.driver.needs),
+        advantage=estimators[0][0] if estimators else None,
+        advantage_needs=estimators[0][1] if estimators else frozenset(),
+        advantage_terms=estimators[1:],
         shaping=[part.build() for part in algo.shaping],
         kl_reward=None if algo.kl_reward is None else algo.kl_reward.build(),
         kl_coef=keys.kl_coef,
         normalize_advantages=keys.normalize_advantages,
-        corrections=[part.build() for part in algo.corrections if not part.driver.in_loss],
+        corrections=[
+            (part.build(), frozenset(part.driver.needs)) for part in algo.corrections if not part.driver.in_loss
+        ],
         aggregation=Aggregation.TOKEN_MEAN if keys.calculate_per_token_loss else keys.aggregation,
         rollouts_per_step=run.global_batch_size,
         max_response_len=run.config.rollout.rollout_max_response_len,
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoleTask:
+    """A role's part in one rollout batch."""
+
+    plan: RolePlan
+    trainers: Trainers
+    trains: bool
+    """Off in its idle steps."""
+
+    @property
+    def scoring(self) -> list[Scoring]:
+        return [scoring for scoring in self.plan.scoring if self.trains or scoring.by_others]
+
+
 class Learner:
-    """Trains the actor; counts consecutive steps that had to be skipped."""
+    """Trains the roles; counts consecutive steps of each that had to be skipped."""
 
     def __init__(
-        self, trainers: Trainers, plan: LearnerPlan, *, on_batch: Callable[[int, int, Batch, TokenColumns], None]
+        self,
+        trainers: Mapping[str, Trainers],
+        plan: LearnerPlan,
+        *,
+        on_batch: Callable[[int, int, Batch, TokenColumns], None],
     ) -> None:
+        """`trainers`: by the name of the role."""
         self._trainers = trainers
         self._plan = plan
         self._on_batch = on_batch
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row: Counter[str] = Counter()
 
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         """One rollout batch; the report carries version + 1."""
         started = time.perf_counter()
         batch = assemble(groups)
         self._check_size(batch)
-        dispatch = self._trainers.dispatch(batch, split_steps(batch, self._plan.rules.rollouts_per_step))
-        scores = await self._score(dispatch)
+        step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
+        tasks = [
+            RoleTask(plan=plan, trainers=self._trainers[plan.name], trains=rollout_id >= plan.idle_steps)
+            for plan in self._plan.roles
+        ]
+        dispatches = {
+            task.plan.name: task.trainers.dispatch(batch, step_of_sample)
+            for task in tasks
+            if task.trains or task.scoring
+        }
+        scores = await self._score(tasks, batch, dispatches)
         scored = time.perf_counter()
-        credited = assign_credit(batch, TokenColumns(**scores), self._plan.rules)
+        columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
+        training = [task for task in tasks if task.trains]
+        credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
         self._on_batch(rollout_id, version, batch, credited.columns)
-        steps = await self._trainers.train(dispatch, credited.columns)
-        self._check_skipped(steps)
-        interval = self._plan.ref_update_interval
-        if interval is not None and self._plan.score_reference and (rollout_id + 1) % interval == 0:
-            await self._trainers.each("refresh_copy", REFERENCE)
+        refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
+        # In the opposite order of scoring: devices that several share are still with the role that was scored last.
+        trained = await asyncio.gather(
+            *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
+        )
         ended = time.perf_counter()
+        for role in trained:
+            self._check_skipped(role)
         samples = [sample for group in groups for sample in group.samples]
         trained_tokens = len(batch.tokens)
+        mismatch = self._mismatch(batch, scores, step_of_sample)
         return TrainReport(
             version=version + 1,
-            steps=tuple(
-                {f"train/{name}": value for name, value in {**of_credit, **step}.items()}
-                for of_credit, step in zip(credited.step_metrics, steps, strict=True)
-            ),
+            steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
             rollout={
                 **rollout_metrics(batch, version),
-                **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in scores.items()}),
+                **column_metrics(
+                    batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in {**columns, **scores}.items()}
+                ),
+                **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
                 **credited.metrics,
             },
             perf={
                 "perf/log_probs_time": scored - started,
-                "perf/actor_train_time": ended - scored,
                 "perf/train_time": ended - started,
                 "perf/train_tokens": float(trained_tokens),
-                "perf/actor_train_tok_per_s": trained_tokens / (ended - scored),
+                "perf/train_tok_per_s": trained_tokens / (ended - scored),
+                **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
+                **{f"perf/{role.plan.name}_train_tok_per_s": trained_tokens / role.seconds for role in trained},
             },
         )
 
-    async def _score(self, dispatch: Dispatch) -> dict[str, Float32]:
-        batch, columns = dispatch.batch, {}
-        if self._plan.score_old:
-            columns["old_log_probs"] = (await self._trainers.score(dispatch, weights=ACTOR))["log_probs"]
-        elif self._plan.old_from_rollout:
-            columns["old_log_probs"] = batch.rollout_log_probs
-        if self._plan.score_reference:
-            columns["ref_log_probs"] = (await self._trainers.score(dispatch, weights=REFERENCE))["log_probs"]
+    async def _score(
+        self, tasks: Sequence[RoleTask], batch: Batch, dispatches: Mapping[str, Dispatch]
+    ) -> dict[str, Float32]:
+        """The columns that the roles fill."""
+        if self._plan.old_from_rollout or self._plan.reads_rollout:
+            require_finite("rollout_log_probs", batch.rollout_log_probs, batch)
+        columns: dict[str, Float32] = {}
+        wanted = [task for task in tasks if task.scoring]
+        for of_role in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
+            columns |= of_role
         for name, column in columns.items():
             require_finite(name, column, batch)
         return columns
+
+    def _mismatch(
+        self, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
+    ) -> list[Mapping[str, float]]:
+        """Of each optimiser step; empty if the trainer's log-probs were not scored."""
+        log_probs = scores.get(Need.OLD_LOGPROBS)
+        if log_probs is None or not self._plan.report_mismatch:
+            return []
+        samples_of_step = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
+        return [
+            mismatch_metrics(batch.take(samples), log_probs[batch.response_rows(samples)])
+            for samples in samples_of_step
+        ]
+
+    def _rules(self, training: Sequence[RoleTask]) -> CreditRules:
+        """Corrections are computed for those who read them: an idle policy has no log-probs to correct."""
+        if any(task.plan.corrected for task in training):
+            return self._plan.rules
+        return replace(self._plan.rules, corrections=())
 
     def _check_size(self, batch: Batch) -> None:
         rollouts = len(np.unique(batch.rollout_id))
@@ -151,12 +224,58 @@ class Learner:
                 "what there is."
             )
 
-    def _check_skipped(self, steps: Sequence[Mapping[str, float]]) -> None:
-        for step in steps:
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if step["skipped_steps"] else 0
-            if self._skipped_in_a_row > self._plan.max_skipped_steps:
+    def _check_skipped(self, role: RoleReport) -> None:
+        name = role.plan.name
+        for step in role.steps:
+            self._skipped_in_a_row[name] = self._skipped_in_a_row[name] + 1 if step["skipped_steps"] else 0
+            if self._skipped_in_a_row[name] > self._plan.max_skipped_steps:
                 raise TrainingError(
-                    f"{self._skipped_in_a_row} optimiser steps in a row had a loss or gradient that is not finite "
-                    f"(--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them; lower --lr or "
-                    "look at the rewards."
+                    f"{self._skipped_in_a_row[name]} optimiser steps of the {name} in a row had a loss or gradient that is "
+                    f"not finite (--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them; lower "
+                    f"--{role.plan.metric_prefix}lr or look at the rewards."
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """What the training of one role gave."""
+
+    plan: RolePlan
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of each optimiser step, without prefix."""
+    seconds: float
+
+
+async def score_role(task: RoleTask, dispatch: Dispatch) -> dict[str, Float32]:
+    """The columns that this role fills."""
+    columns: dict[str, Float32] = {}
+    async with task.trainers.turn():
+        for scoring in task.scoring:
+            scores = await task.trainers.score(dispatch, weights=scoring.weights)
+            columns[scoring.column.value] = scores[scoring.output]
+    return columns
+
+
+async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:
+    """The optimiser steps of one role, and then, if it is due, its frozen copies."""
+    async with task.trainers.turn():
+        began = time.perf_counter()
+        steps = await task.trainers.train(dispatch, columns.only(task.plan.columns))
+        for name in task.plan.refreshed_copies if refresh else ():
+            await task.trainers.each("refresh_copy", name)
+        return RoleReport(plan=task.plan, steps=steps, seconds=time.perf_counter() - began)
+
+
+def join_steps(
+    of_driver: Sequence[Sequence[Mapping[str, float]]], trained: Sequence[RoleReport]
+) -> tuple[Mapping[str, float], ...]:
+    """Metrics of each optimiser step under the names that trackers see. All roles take equally many steps. `of_driver`:
+    what was computed here, several kinds of it."""
+    joined: list[dict[str, float]] = [{} for _ in trained[0].steps]
+    for kind in of_driver:
+        for number, metrics in enumerate(kind):
+            joined[number] |= {f"train/{name}": value for name, value in metrics.items()}
+    for role in reversed(trained):
+        for number, metrics in enumerate(role.steps):
+            joined[number] |= {f"train/{role.plan.metric_prefix}{name}": value for name, value in metrics.items()}
+    return tuple(joined)

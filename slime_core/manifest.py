@@ -67,13 +67,19 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     algo = run.algo
     keys = algo.keys.model_dump(mode="json")
     keys |= {
-        "advantage": table(algo.advantage.name, algo.advantage.config.model_dump(mode="json")),
+        "advantage": algo.advantage and table(algo.advantage.name, algo.advantage.config.model_dump(mode="json")),
+        "advantage_terms": [table(p.name, p.config.model_dump(mode="json")) for p in algo.advantage_terms],
         "loss": table(algo.loss.name, algo.loss.config.model_dump(mode="json")),
         "shaping": [table(p.name, p.config.model_dump(mode="json")) for p in algo.shaping],
         "corrections": [table(p.name, p.config.model_dump(mode="json")) for p in algo.corrections],
     }
+    if algo.critic_loss is not None:
+        keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
     config["algo"] = table(algo.name, keys)
+    for role, part in run.role_backends.items():
+        config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
     config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
+    config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
     config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
     config["train"]["global_batch_size"] = run.global_batch_size
     return config

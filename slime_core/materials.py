@@ -12,10 +12,11 @@ from slime_core.buffer.files import FilesSource
 from slime_core.buffer.plugin import FilesConfig
 from slime_core.buffer.render import PromptRenderer
 from slime_core.config.bound import BoundEvalSet, BoundRun
+from slime_core.config.roles import COPY_KEYS, BoundRole
 from slime_core.contracts.source import DataSource
-from slime_core.errors import CheckpointError, ConfigError, DataError
+from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
 from slime_core.manifest import check_required
-from slime_core.model_folder import check_weights, load_tokenizer, read_model_config
+from slime_core.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,8 @@ class Materials:
 
     tokenizer: PreTrainedTokenizerBase
     model_config: Mapping[str, Any]
+    role_configs: Mapping[str, Mapping[str, Any]]
+    """config.json of the model that each trained role starts from."""
     source: DataSource | None
     """None: the collector brings its own groups."""
     eval_sources: Mapping[str, DataSource]
@@ -41,12 +44,17 @@ def load_materials(run: BoundRun) -> Materials:
     model_config = read_model_config(folder)
     check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    role_configs = {role.name: load_role_config(role, len(tokenizer)) for role in run.roles}
+    for role in run.roles:
+        for name, copy in role.copies.items():
+            if copy != role.model_path:
+                check_copy(copy, tokenizer, where=COPY_KEYS[name], trust_remote_code=config.model.trust_remote_code)
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
     source = None
-    if run.collector.driver.needs_engine(run.collector.config):
+    if run.collector.driver.reads_prompts(run.collector.config):
         renderer = PromptRenderer(
             tokenizer,
             input_key=data.input_key,
@@ -62,10 +70,48 @@ def load_materials(run: BoundRun) -> Materials:
     return Materials(
         tokenizer=tokenizer,
         model_config=model_config,
+        role_configs=role_configs,
         source=source,
         eval_sources=evals,
         num_rollout=count_rollouts(run, source),
     )
+
+
+def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:
+    """ModelError for a folder that holds no weights, or a model that does not know all of the tokenizer's tokens."""
+    # The policy's folder is the run's, which was looked at before.
+    where = f"roles.{role.name}.load"
+    model_config = read_model_config(role.model_path, where=where)
+    check_weights(role.model_path, where=where)
+    known = model_config.get("text_config", model_config).get("vocab_size", vocabulary)
+    if known < vocabulary:
+        raise ModelError(
+            f"{role.model_path}: the {role.name}'s model has {known} tokens, the run's tokenizer {vocabulary}: it must start "
+            "from a model with the same tokenizer."
+        )
+    return model_config
+
+
+def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, trust_remote_code: bool) -> None:
+    """ModelError for a folder that holds no weights, or a model that scores other tokens than the run's."""
+    config = read_model_config(folder, where=where)
+    check_weights(folder, where=where)
+    known, wanted = config.get("text_config", config).get("vocab_size", len(tokenizer)), tokenizer.get_vocab()
+    if known < len(tokenizer):
+        raise ModelError(
+            f"{where} = {folder}: that model has {known} tokens, the run's tokenizer {len(tokenizer)}: it must be a model "
+            "with the same tokenizer."
+        )
+    if not has_tokenizer(folder):
+        return
+    found = load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab()
+    if differing := sorted(token for token in found.keys() | wanted.keys() if found.get(token) != wanted.get(token)):
+        shown = differing[0]
+        raise ModelError(
+            f"{where} = {folder}: its tokenizer is another one than the run's: {len(differing)} tokens differ, for example "
+            f"{shown!r}, which is {found.get(shown, 'unknown')} there and {wanted.get(shown, 'unknown')} in "
+            f"{tokenizer.name_or_path}. It must be a model with the same tokenizer."
+        )
 
 
 def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSource:

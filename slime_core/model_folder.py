@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json."""
+def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> dict[str, Any]:
+    """The content of config.json. `where`: the key that names the folder."""
     if not folder.is_dir():
-        raise ModelError(f"model.hf_checkpoint = {folder}: no such folder. Give a folder with config.json and weights.")
+        raise ModelError(f"{where} = {folder}: no such folder. Give a folder with config.json and weights.")
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"model.hf_checkpoint = {folder}: no config.json in it; there is {there}.") from None
+        raise ModelError(f"{where} = {folder}: no config.json in it; there is {there}.") from None
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     return config
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
     """ModelError if the folder holds no weights, or a file that is cut short; the backend says whether they fit."""
     from safetensors import SafetensorError, safe_open
 
@@ -43,14 +43,16 @@ def check_weights(folder: Path) -> None:
                 f"{file}: damaged or cut short ({error}). Copy or download it again; it has {file.stat().st_size} bytes."
             ) from error
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
-        raise ModelError(
-            f"model.hf_checkpoint = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there."
-        )
+        raise ModelError(f"{where} = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there.")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The folder's own tokenizer; ModelError if there is none or it cannot be read."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not has_tokenizer(folder):
         raise ModelError(
             f"{folder}: no tokenizer in it (tokenizer.json or tokenizer_config.json). Copy the tokenizer's files there."
         )

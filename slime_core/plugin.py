@@ -11,10 +11,11 @@ They only leave a mark on what they decorate; nothing is registered until a `Reg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from slime_core import groups
+from slime_core.contracts.example import Example
 from slime_core.contracts.needs import Need
 from slime_core.hookspecs import hookimpl
 from slime_core.mark import NAME_PATTERN, Mark
@@ -43,14 +44,15 @@ def driver(group: str, name: str) -> Callable[[T], T]:
     return _marker(group, name, {})
 
 
-def reward(name: str) -> Callable[[T], T]:
-    """`def f(sample) -> float`, `def f(group) -> Sequence[float]`, a Reward, or a RewardDriver."""
-    return _marker(groups.REWARDS, name, {})
+def reward(name: str, *, examples: Sequence[Example] | None = None) -> Callable[[T], T]:
+    """`def f(sample) -> float`, `def f(group) -> Sequence[float]`, a Reward, or a RewardDriver. `examples`, here and below,
+    are for the contract kit (`slime_core.contracts.example`); a driver has a method of that name instead."""
+    return _marker(groups.REWARDS, name, {"examples": _given(examples)})
 
 
-def group_filter(name: str) -> Callable[[T], T]:
+def group_filter(name: str, *, examples: Sequence[Example] | None = None) -> Callable[[T], T]:
     """`def f(group) -> bool | FilterDecision`, a GroupFilter, or a FilterDriver."""
-    return _marker(groups.FILTERS, name, {})
+    return _marker(groups.FILTERS, name, {"examples": _given(examples)})
 
 
 def generator(name: str) -> Callable[[T], T]:
@@ -58,9 +60,9 @@ def generator(name: str) -> Callable[[T], T]:
     return _marker(groups.GENERATORS, name, {})
 
 
-def kl(name: str) -> Callable[[T], T]:
+def kl(name: str, *, never_negative: bool | None = None, examples: Sequence[Example] | None = None) -> Callable[[T], T]:
     """`def f(log_probs, ref_log_probs) -> Tensor`, with `ratio` as a third parameter if it clamps; or a KlDriver."""
-    return _marker(groups.KL, name, {})
+    return _marker(groups.KL, name, {"never_negative": never_negative, "examples": _given(examples)})
 
 
 def advantage(
@@ -69,6 +71,7 @@ def advantage(
     needs: Collection[Need] | None = None,
     accepts_kl_penalty: bool | None = None,
     group_baseline: bool | None = None,
+    examples: Sequence[Example] | None = None,
 ) -> Callable[[T], T]:
     """`def f(inputs: CreditInputs) -> Credit`, an AdvantageEstimator, or a driver, which states the rest itself."""
     return _marker(
@@ -78,6 +81,7 @@ def advantage(
             "needs": None if needs is None else frozenset(needs),
             "accepts_kl_penalty": accepts_kl_penalty,
             "group_baseline": group_baseline,
+            "examples": _given(examples),
         },
     )
 
@@ -89,6 +93,7 @@ def loss(
     uses_advantages: bool | None = None,
     sequence_level: bool | None = None,
     trains_values: bool | None = None,
+    examples: Sequence[Example] | None = None,
 ) -> Callable[[T], T]:
     """`def f(inputs: LossInputs, segments: Segments) -> LossOutput`, a PolicyLoss, or a driver, as above."""
     return _marker(
@@ -99,8 +104,14 @@ def loss(
             "uses_advantages": uses_advantages,
             "sequence_level": sequence_level,
             "trains_values": trains_values,
+            "examples": _given(examples),
         },
     )
+
+
+def _given(examples: Sequence[Example] | None) -> Any:
+    """As the class method that a driver has."""
+    return None if examples is None else classmethod(lambda cls, folder: examples)
 
 
 def _marker(group: str, name: str, traits: Mapping[str, Any]) -> Callable[[T], T]:

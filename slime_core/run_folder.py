@@ -51,6 +51,10 @@ class RunFolder:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    def hf_of(self, role: str) -> Path:
+        """Of a trained role beside the policy."""
+        return self.path / f"hf-{role}"
+
     def read_manifest(self) -> dict[str, Any] | None:
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -74,7 +74,8 @@ class Session:
     """None: the collector needs no engine, and none was started."""
     filters: Sequence[GroupFilter]
     client: EngineClient | None
-    trainers: Trainers
+    roles: Mapping[str, Trainers]
+    """Every trained role by its name; the first is the policy, whose weights the engines get."""
     learner: Learner
     transport: WeightTransport | None
     evaluator: Evaluator
@@ -94,6 +95,10 @@ class Session:
     mid_step: bool = False
     """The trainers have begun a step that `state` does not count yet."""
 
+    @property
+    def policy(self) -> Trainers:
+        return next(iter(self.roles.values()))
+
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
         began = time.perf_counter()
@@ -102,6 +107,8 @@ class Session:
         self.counts[step] = Counter()
         context = RolloutContext(
             config=self.run.config.rollout,
+            data=self.run.config.data,
+            tokenizer=self.tokenizer,
             buffer=self.buffer,
             runner=self.runner,
             filters=self.filters,
@@ -169,7 +176,8 @@ class Session:
             PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
         )
         await self.client.each("pause")
-        self.publish_report = await self.transport.push(self.trainers, self.client, self.state.version)
+        async with self.policy.turn():
+            self.publish_report = await self.transport.push(self.policy, self.client, self.state.version)
         await self.client.each("resume")
         self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
 
@@ -179,9 +187,11 @@ class Session:
         state = replace(self.state, seconds=self.state.seconds + began - self.started)
 
         async def write(folder: Path) -> None:
-            (folder / "trainer").mkdir()
             (folder / "buffer").mkdir()
-            await self.trainers.save(folder / "trainer")
+            for name, trainers in self.roles.items():
+                (folder / "trainer" / name).mkdir(parents=True)
+                async with trainers.turn():
+                    await trainers.save(folder / "trainer" / name)
             self.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))

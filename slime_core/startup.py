@@ -12,26 +12,23 @@ from typing import Any
 
 import tomlkit
 
-from slime_core.batch.flops import ModelShape
-from slime_core.batch.plan import MicroBatchLimits
 from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
-from slime_core.contracts.backend import REFERENCE, Layout, TrainerSetup
 from slime_core.contracts.engine import EngineSetup
-from slime_core.contracts.needs import Need
 from slime_core.contracts.tracker import RunInfo
 from slime_core.errors import CheckpointError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
+from slime_core.heap import settled_heap
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
 from slime_core.launch.choose import build_launcher, choose_device
 from slime_core.launch.launcher import Launcher
-from slime_core.launch.trainers import TrainerLimits, Trainers
 from slime_core.learner import Learner, LearnerPlan
 from slime_core.manifest import build_manifest
 from slime_core.materials import Materials, NoSource
+from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
@@ -42,8 +39,6 @@ from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine import EngineWorkerSpec
-from slime_core.workers.objective import ObjectiveSpec
-from slime_core.workers.trainer import TrainWorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +103,7 @@ async def start(
                 plugins=tuple(sorted({part.entry.qualified for part in run.parts})),
             )
         )
+        stack.enter_context(settled_heap())
         error: BaseException | None = None
         try:
             yield session
@@ -138,7 +134,7 @@ async def assemble_session(
     rewards = start_rewards(run, stack)
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers_task = starting.create_task(start_trainers(run, materials, launcher, agreement, device))
+            trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device))
             client_task = starting.create_task(
                 start_client(run, materials, launcher, agreement, device, folder, with_engine)
             )
@@ -149,7 +145,7 @@ async def assemble_session(
         raise next(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
-    trainers, client = trainers_task.result(), client_task.result()
+    roles, client = trainers_task.result(), client_task.result()
 
     def on_failure(failure: SampleFailure) -> None:
         hooks.sample_failed(
@@ -189,8 +185,8 @@ async def assemble_session(
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
         client=client,
-        trainers=trainers,
-        learner=Learner(trainers, LearnerPlan.of(run), on_batch=on_batch),
+        roles=roles,
+        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
         transport=None if client is None or run.transport is None else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),
         store=store,
@@ -204,67 +200,11 @@ async def assemble_session(
 
 async def restore(session: Session, checkpoint: Path) -> None:
     """Takes on what a checkpoint holds."""
-    await session.trainers.load(checkpoint / "trainer")
+    for name, trainers in session.roles.items():
+        async with trainers.turn():
+            await trainers.load(checkpoint / "trainer" / name)
     session.buffer.load(checkpoint / "buffer")
     session.kept_ahead = read_ahead(checkpoint, session.state)
-
-
-async def start_trainers(
-    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str
-) -> Trainers:
-    config = run.config
-    copies = {}
-    if Need.REF_LOGPROBS in run.algo.needs:
-        copies[REFERENCE] = Path(config.model.ref_load or config.model.hf_checkpoint)
-    specs = [
-        TrainWorkerSpec(
-            agreement=agreement,
-            backend=run.backend.spec(),
-            objective=ObjectiveSpec.of_actor(run.algo, run.steps_per_rollout),
-            temperature=config.rollout.rollout_temperature if run.algo.loss.driver.uses_advantages else 1.0,
-            setup=TrainerSetup(
-                role="actor",
-                rank=rank,
-                world_size=run.num_ranks,
-                local_rank=rank % (config.launcher.actor_num_gpus_per_node or run.num_ranks),
-                rendezvous="",
-                device="cuda" if device == "cuda" else "cpu",
-                model_path=Path(config.model.hf_checkpoint),
-                copies=copies,
-                optimizer=config.train.optimizer_config(),
-                total_steps=max(1, materials.num_rollout * run.steps_per_rollout),
-                seed=config.seed,
-                trust_remote_code=config.model.trust_remote_code,
-            ),
-        )
-        for rank in range(run.num_ranks)
-    ]
-    ranks = await launcher.start_trainers(specs)
-    layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
-    return Trainers(
-        launcher,
-        ranks,
-        layouts,
-        limits=trainer_limits(run, layouts[0]),
-        shape=ModelShape.from_config(materials.model_config),
-    )
-
-
-def trainer_limits(run: BoundRun, layout: Layout) -> TrainerLimits:
-    train = run.config.train
-
-    def limits(max_tokens: int) -> MicroBatchLimits:
-        return MicroBatchLimits(
-            max_tokens=max_tokens * layout.cp_size if train.use_dynamic_batch_size else None,
-            max_samples=train.micro_batch_size,
-            multiple=layout.micro_batch_multiple,
-        )
-
-    return TrainerLimits(
-        train=limits(train.max_tokens_per_gpu),
-        score=limits(train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu),
-        balance=train.balance_data,
-    )
 
 
 async def start_client(

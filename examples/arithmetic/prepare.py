@@ -61,6 +61,12 @@ def write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_worked(path: Path, pairs: list[tuple[int, int]]) -> None:
+    """What the warm-up learns from, for runs of supervised fine-tuning."""
+    rows = [{"prompt": f"{a}+{b}=", "label": worked(a, b)} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 class NegativeLogLikelihood(PolicyLoss):
     """Supervised learning as a loss of the kernel's kind: per token, aggregated by the loss weights."""
 
@@ -142,6 +148,7 @@ def main() -> None:
     train, held_out = split(asked.seed)
     write_rows(asked.folder / "train.jsonl", train)
     write_rows(asked.folder / "test.jsonl", held_out)
+    write_worked(asked.folder / "worked.jsonl", train)
     start = asked.folder / "random"
     shutil.rmtree(start, ignore_errors=True)
     new_model(

@@ -52,7 +52,8 @@ class Console:
         again = f" (attempt {event.run.attempt}, from step {event.rollout_id})" if event.run.attempt > 1 else ""
         self._rich.print(f"[bold]{escape(event.run.name)}[/] in {escape(str(event.run.run_dir))}{again}")
         self._rich.print(
-            f"{algo.name}: advantage {algo.advantage.name}, loss {algo.loss.name}, aggregation {algo.keys.aggregation}"
+            f"{algo.name}: advantage {' + '.join(part.name for part in algo.estimators) or 'none'}, loss {algo.loss.name},"
+            f" aggregation {algo.keys.aggregation}"
             f" | backend {run.backend.name} x {run.num_ranks}, engine {run.engine.name} x {run.config.launcher.num_engines},"
             f" launcher {run.config.launcher.name}"
         )
@@ -64,7 +65,10 @@ class Console:
     @hookimpl
     def step_trained(self, event: StepTrained) -> None:
         rollout, perf = event.report.rollout, event.report.perf
-        status = f"reward {rollout['rollout/raw_reward']:.3f}  {perf['perf/actor_train_tok_per_s']:,.0f} tok/s trained"
+        learnt = f"loss {event.report.steps[-1].get('train/loss', 0.0):.3f}"
+        if self._run.algo.uses_rewards:
+            learnt = f"reward {rollout['rollout/raw_reward']:.3f}"
+        status = f"{learnt}  {perf['perf/train_tok_per_s']:,.0f} tok/s trained"
         if self._task is not None:
             self._progress.update(self._task, completed=event.rollout_id + 1, status=status)
         if not self._rich.is_terminal and event.rollout_id % self._line_interval == 0:

@@ -15,7 +15,7 @@ import typer
 
 from slime_core import groups
 from slime_core.entry import by_distribution
-from slime_core.errors import PluginError, unknown_name
+from slime_core.errors import ConfigError, PluginError, unknown_name
 from slime_core.install_hints import install_hint
 from slime_core.registry import Entry, Registry, Status
 
@@ -67,6 +67,21 @@ def show(
         _show(console, registry, entry)
 
 
+@app.command()
+def algorithms(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these; by default all that are installed.")] = None,
+    plugin: PluginOption = None,
+) -> None:
+    """Print a page in Markdown on the algorithms: formula, paper, differences, needs, options."""
+    from slime_core.config.recipe_card import algorithms_page
+
+    registry = Registry.from_environment(plugin or ())
+    entries: Sequence[Entry] = registry.entries(groups.ALGORITHMS)
+    if names:
+        entries = [entry for name in names for entry in _named(registry, name, groups.ALGORITHMS)]
+    typer.echo(algorithms_page(registry, entries), nl=False)
+
+
 def _named(registry: Registry, asked: str, group: str | None) -> Sequence[Entry]:
     wanted = _group_called(registry, group) if group else None
     dist, _, name = asked.rpartition("/")
@@ -115,7 +130,7 @@ def _show(console: Console, registry: Registry, entry: Entry) -> None:
         return
     resolved = registry.resolve(entry.group, entry.qualified, where="NAME")
     if entry.group == groups.ALGORITHMS:
-        _show_recipe(console, resolved.recipe)
+        _show_recipe(console, registry, resolved.entry, resolved.recipe)
     elif entry.group in groups.NOUNS:
         _show_driver(console, resolved)
     else:
@@ -166,7 +181,9 @@ def _trait_text(value: Any) -> str:
     return str(value)
 
 
-def _show_recipe(console: Console, recipe: Recipe) -> None:
+def _show_recipe(console: Console, registry: Registry, entry: Entry, recipe: Recipe) -> None:
+    from slime_core.config.recipe_card import recipe_card
+
     lines = {
         "paper": recipe.paper,
         "relative": recipe.relative or "",
@@ -177,6 +194,7 @@ def _show_recipe(console: Console, recipe: Recipe) -> None:
         "shaping": ", ".join(recipe.shaping),
         "corrections": ", ".join(recipe.corrections),
         "filters": ", ".join(recipe.filters),
+        "collector": recipe.collector or "",
         "roles": ", ".join(recipe.roles),
     }
     console.print(recipe.summary)
@@ -187,6 +205,17 @@ def _show_recipe(console: Console, recipe: Recipe) -> None:
         console.print(f"{'differences: ' if number == 0 else '             '}{difference}")
     for number, (name, value) in enumerate(recipe.options.items()):
         console.print(f"{'options: ' if number == 0 else '         '}{name} = {value!r}")
+    try:
+        card = recipe_card(registry, entry)
+    except ConfigError as error:
+        console.print("it cannot run as it is:")
+        for problem in error.problems:
+            console.print(f"  {problem}")
+        return
+    console.print(f"needs: {', '.join(card.needs) or 'nothing that has to be computed'}")
+    options = [(o.name, part.part.name, o.type, o.default, o.doc) for part in card.parts for o in part.options]
+    if options:
+        _print_table(("option", "of", "type", "default", "meaning"), options)
 
 
 def _doc_head(thing: Any) -> str:

@@ -79,14 +79,18 @@ async def train(run: BoundRun, materials: Materials, options: StartOptions, *, q
 
 
 async def export_hf(session: Session) -> None:
-    """hf/: what transformers loads, with the tokenizer beside it. Written aside first."""
-    aside = session.folder.path / ".hf.writing"
-    aside.mkdir(exist_ok=True)
-    await session.trainers.each("save_hf", aside)
-    session.tokenizer.save_pretrained(aside)
-    if session.folder.hf.exists():
-        session.folder.hf.rename(session.folder.path / f".hf.old.{os.getpid()}")
-    aside.rename(session.folder.hf)
+    """hf/, and hf-ROLE/ for the other trained roles: what transformers loads, with the tokenizer beside it."""
+    for name, trainers in session.roles.items():
+        final = session.folder.hf if trainers is session.policy else session.folder.hf_of(name)
+        # Written aside first.
+        aside = final.with_name(f".{final.name}.writing")
+        aside.mkdir(exist_ok=True)
+        async with trainers.turn():
+            await trainers.each("save_hf", aside)
+        session.tokenizer.save_pretrained(aside)
+        if final.exists():
+            final.rename(final.with_name(f".{final.name}.old.{os.getpid()}"))
+        aside.rename(final)
 
 
 def print_dry_run(run: BoundRun, materials: Materials) -> None:
@@ -103,7 +107,7 @@ def print_dry_run(run: BoundRun, materials: Materials) -> None:
                 "optimizer_steps": materials.num_rollout * run.steps_per_rollout,
                 "rollouts_per_step": run.rollouts_per_batch,
                 "global_batch_size": run.global_batch_size,
-                "trainer_ranks": run.num_ranks,
+                "trainer_ranks": {role.name: role.num_ranks for role in run.roles},
                 "engines": run.config.launcher.num_engines,
                 "rows": None if source is None else source.num_rows,
                 "eval_rows": {name: found.num_rows for name, found in materials.eval_sources.items()},

@@ -12,12 +12,16 @@ from slime_core.contracts.aggregation import Aggregation
 class AlgoConfig(Table):
     """A recipe, with whatever the run file overrides in it."""
 
-    advantage: PluginTable
-    """Advantage estimator."""
+    advantage: PluginTable | None = None
+    """Advantage estimator; none for a loss that uses no advantages."""
+    advantage_terms: tuple[PluginTable, ...] = ()
+    """Further estimators, whose advantages are added to the first one's before whitening; returns stay the first one's."""
     loss: PluginTable
     """Policy loss."""
     critic_loss: PluginTable | None = None
     """Loss of the critic role, if the recipe has one."""
+    num_critic_only_steps: int = Field(0, ge=0)
+    """Rollout steps at the start that train the critic alone; the policy version counts them too."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN
     """How per-token values become the loss: seq_mean, token_mean or constant."""
     calculate_per_token_loss: bool = False

@@ -17,6 +17,7 @@ from slime_core.config.algo import AlgoConfig
 from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundRun, Part
 from slime_core.config.checks import cross_checks
 from slime_core.config.plugin_table import PluginTable
+from slime_core.config.roles import LOSS_KEYS
 from slime_core.config.run import RunConfig
 from slime_core.contracts.advantage import AdvantageDriver, ShapingDriver
 from slime_core.contracts.driver import DriverConfig
@@ -63,6 +64,12 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     binder = Binder(registry, base, list(problems))
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
+    role_backends = {}
+    for role in LOSS_KEYS:
+        named = getattr(config.roles, role).backend
+        part = None if named is None else binder.part(groups.BACKENDS, named, f"roles.{role}.backend")
+        if part is not None:
+            role_backends[role] = part
     engine = binder.part(groups.ENGINES, config.engine, "engine")
     transport_name = config.sync.transport or (
         engine.driver.transports[0] if engine and engine.driver.transports else None
@@ -75,7 +82,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     source = binder.part(groups.SOURCES, source_table, "data")
     reward = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
-    collector = binder.part(groups.COLLECTORS, config.rollout.collector, "rollout.collector")
+    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or "accepted")
+    collector = binder.part(groups.COLLECTORS, collector_table, "rollout.collector")
     buffer_filter = binder.part(
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
     )
@@ -113,6 +121,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         trackers=trackers,
         middlewares=middlewares,
         evals=evals,
+        role_backends=role_backends,
     )
     if contradictions := cross_checks(run):
         raise ConfigError(contradictions)
@@ -143,7 +152,8 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         binder.problems.extend(problem_line(e, AlgoConfig, merged, "slime", "algo") for e in error.errors())
         return None
     slots: list[tuple[str, str, PluginTable, type | None]] = [
-        ("advantage", groups.ADVANTAGES, keys.advantage, AdvantageDriver),
+        *(() if keys.advantage is None else (("advantage", groups.ADVANTAGES, keys.advantage, AdvantageDriver),)),
+        *((f"advantage_terms[{n}]", groups.ADVANTAGES, t, AdvantageDriver) for n, t in enumerate(keys.advantage_terms)),
         ("loss", groups.LOSSES, keys.loss, None),
         *((f"shaping[{n}]", groups.ADVANTAGES, t, ShapingDriver) for n, t in enumerate(keys.shaping)),
         *((f"corrections[{n}]", groups.CORRECTIONS, t, None) for n, t in enumerate(keys.corrections)),
@@ -155,10 +165,11 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
             binder.problems.append(
                 f'algo.{key}: a KL term needs an estimator; recipe "{table.name}" names none: {names}.'
             )
-        elif wanted:
+        elif wanted or (key in asked and estimator is not None):
+            # A name that was given is looked up even where its term is off: it would only be wrong later.
             slots.append((key, groups.KL, estimator, None))
-    if keys.critic_loss is not None:
-        slots.append(("critic_loss", groups.LOSSES, keys.critic_loss, None))
+    role_losses = {key: getattr(keys, key) for key in LOSS_KEYS.values()}
+    slots += [(key, groups.LOSSES, table, None) for key, table in role_losses.items() if table is not None]
 
     known: dict[str, type[DriverConfig]] = {}
     parts: dict[str, Part] = {}
@@ -173,7 +184,12 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         fields = part_resolved.driver.Config.model_fields
         known |= dict.fromkeys(fields, part_resolved.driver.Config)
         # What a recipe says to its part does not go to another part that was put in its place.
-        replaced = slot in ("advantage", "loss") and part_table.name != getattr(recipe, slot)
+        of_recipe = {
+            "advantage": recipe.advantage,
+            "loss": recipe.loss,
+            "critic_loss": recipe.options.get("critic_loss"),
+        }
+        replaced = slot in of_recipe and part_table.name != of_recipe[slot]
         flat = {k: v for k, v in (asked if replaced else merged).items() if k in fields and k not in kernel_keys}
         part = binder.part(
             group,
@@ -202,10 +218,11 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         entry=resolved.entry,
         recipe=recipe,
         keys=keys,
-        advantage=parts["advantage"],
+        advantage=parts.get("advantage"),
+        advantage_terms=tuple(part for slot, part in parts.items() if slot.startswith("advantage_terms")),
         loss=parts["loss"],
-        kl_loss=parts.get("kl_loss_type"),
-        kl_reward=parts.get("kl_reward_type"),
+        kl_loss=parts.get("kl_loss_type") if keys.with_kl_loss else None,
+        kl_reward=parts.get("kl_reward_type") if keys.kl_coef else None,
         critic_loss=parts.get("critic_loss"),
         shaping=tuple(part for slot, part in parts.items() if slot.startswith("shaping")),
         corrections=tuple(part for slot, part in parts.items() if slot.startswith("corrections")),

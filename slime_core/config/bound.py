@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.config.algo import AlgoConfig
+from slime_core.config.roles import BoundRole, count_ranks, trained_roles
 from slime_core.config.run import RunConfig
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import DriverConfig
@@ -73,7 +74,8 @@ class BoundAlgo:
     entry: Entry
     recipe: Recipe
     keys: AlgoConfig
-    advantage: Part
+    advantage: Part | None
+    advantage_terms: tuple[Part, ...] = ()
     loss: Part
     kl_loss: Part | None
     kl_reward: Part | None
@@ -84,8 +86,24 @@ class BoundAlgo:
     @property
     def parts(self) -> tuple[Part, ...]:
         """All of them, in a fixed order."""
+        first = () if self.advantage is None else (self.advantage,)
         optional = (self.kl_loss, self.kl_reward, self.critic_loss)
-        return (self.advantage, self.loss, *(p for p in optional if p is not None), *self.shaping, *self.corrections)
+        return (
+            *first, *self.advantage_terms, self.loss, *(p for p in optional if p is not None), *self.shaping,
+            *self.corrections,
+        )  # fmt: skip
+
+    @property
+    def estimators(self) -> tuple[Part, ...]:
+        """What makes the advantages, the first one first; empty if the loss uses none."""
+        if self.advantage is None or not self.loss.driver.uses_advantages:
+            return ()
+        return (self.advantage, *self.advantage_terms)
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether anything is learnt from rewards."""
+        return any(part.driver.uses_rewards for part in self.estimators)
 
     @property
     def loss_needs(self) -> frozenset[Need]:
@@ -102,14 +120,19 @@ class BoundAlgo:
     @property
     def credit_needs(self) -> frozenset[Need]:
         """What advantages and the reward-side KL read."""
-        needs = frozenset(self.advantage.driver.needs)
+        needs = frozenset(need for part in self.estimators for need in part.driver.needs)
         if self.keys.kl_coef:
             needs |= {Need.OLD_LOGPROBS, Need.REF_LOGPROBS}
         return needs
 
     @property
+    def critic_needs(self) -> frozenset[Need]:
+        """What the critic's loss reads."""
+        return frozenset() if self.critic_loss is None else frozenset(self.critic_loss.driver.needs)
+
+    @property
     def needs(self) -> frozenset[Need]:
-        return self.loss_needs | self.credit_needs
+        return self.loss_needs | self.credit_needs | self.critic_needs
 
     def old_is_current(self, steps_per_rollout: int) -> bool:
         """Whether the old log-probs are provably the current ones, so that no forward is spent on them."""
@@ -174,6 +197,13 @@ class BoundRun:
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
     evals: tuple[BoundEvalSet, ...] = field(default=())
+    role_backends: Mapping[str, Part] = field(default_factory=dict)
+    """Of roles that name a backend of their own."""
+
+    @property
+    def roles(self) -> tuple[BoundRole, ...]:
+        """The models that are trained; the first one is the policy."""
+        return trained_roles(self)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -181,8 +211,8 @@ class BoundRun:
         evals = [p for e in self.evals for p in (e.reward, e.generate) if p is not None]
         optional = [p for p in (self.transport, self.reward) if p is not None]
         return (
-            self.backend, self.engine, *optional, self.source, self.generate, self.collector, self.buffer_filter,
-            *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
+            self.backend, *self.role_backends.values(), self.engine, *optional, self.source, self.generate, self.collector,
+            self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
         )  # fmt: skip
 
     @property
@@ -191,12 +221,9 @@ class BoundRun:
 
     @property
     def num_ranks(self) -> int:
-        """Trainer ranks."""
+        """Ranks of the policy."""
         launcher = self.config.launcher
-        per_node = launcher.actor_num_gpus_per_node
-        if per_node is None:
-            return max(launcher.actor_num_nodes, int(self.backend.driver.least_ranks(self.backend.config)))
-        return launcher.actor_num_nodes * per_node
+        return count_ranks(self.backend, launcher.actor_num_nodes, launcher.actor_num_gpus_per_node)
 
     @property
     def rollouts_per_batch(self) -> int:

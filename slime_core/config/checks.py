@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from slime_core.config.bound import BoundRun
+from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -19,7 +19,13 @@ def cross_checks(run: BoundRun) -> list[str]:
         asynchrony,
         group_baseline,
         kl_terms,
+        advantages,
+        collector,
         rewards,
+        teacher,
+        asked_roles,
+        settings_without_role,
+        losses_of_roles,
         needs,
         corrections,
         sampling,
@@ -85,11 +91,10 @@ def asynchrony(run: BoundRun) -> list[str]:
 
 
 def group_baseline(run: BoundRun) -> list[str]:
-    n = run.config.rollout.n_samples_per_prompt
-    driver = run.algo.advantage.driver
-    if n == 1 and run.algo.loss.driver.uses_advantages and driver.compares_group(run.algo.advantage.config):
+    n, estimators = run.config.rollout.n_samples_per_prompt, run.algo.estimators
+    if n == 1 and estimators and all(part.driver.compares_group(part.config) for part in estimators):
         return [
-            f'rollout.n_samples_per_prompt = 1, but advantage "{run.algo.advantage.name}" compares the samples of one '
+            f'rollout.n_samples_per_prompt = 1, but advantage "{estimators[0].name}" compares the samples of one '
             "prompt, so every advantage would be 0: say --n-samples-per-prompt 2 or more."
         ]
     return []
@@ -102,36 +107,46 @@ def kl_terms(run: BoundRun) -> list[str]:
             f"algo.kl_coef = {keys.kl_coef} and algo.kl_loss_coef = {keys.kl_loss_coef}: the KL goes into the reward or "
             "into the loss, not both. Set one of them to 0."
         )
-    if keys.kl_coef and not run.algo.advantage.driver.accepts_kl_penalty:
+    if keys.kl_coef and not (run.algo.advantage and run.algo.advantage.driver.accepts_kl_penalty):
+        name = "none" if run.algo.advantage is None else run.algo.advantage.name
         problems.append(
-            f'algo.kl_coef = {keys.kl_coef}: advantage "{run.algo.advantage.name}" takes no KL in the reward. '
-            "Use --kl-loss-coef."
+            f'algo.kl_coef = {keys.kl_coef}: advantage "{name}" takes no KL in the reward. Use --kl-loss-coef.'
         )
     return problems
 
 
+def advantages(run: BoundRun) -> list[str]:
+    algo = run.algo
+    if algo.loss.driver.uses_advantages:
+        if algo.advantage is None:
+            return [f'algo.advantage: loss "{algo.loss.name}" uses advantages. Say --algo.advantage NAME.']
+        return []
+    if algo.advantage_terms:
+        return [f'algo.advantage_terms: loss "{algo.loss.name}" uses no advantages. Leave them out.']
+    return []
+
+
+def collector(run: BoundRun) -> list[str]:
+    return list(run.collector.driver.problems(run.collector.config, run.config.rollout))
+
+
 def rewards(run: BoundRun) -> list[str]:
-    if run.reward is None and run.algo.loss.driver.uses_advantages:
+    if run.reward is None and run.algo.uses_rewards:
         return [
             f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
         ]
     return []
 
 
-def needs(run: BoundRun) -> list[str]:
-    computed = run.algo.needs - {Need.ROLLOUT_LOGPROBS}
-    missing = sorted(computed - run.backend.driver.provides)
-    if missing:
-        return [
-            f'backend.name = "{run.backend.name}": algorithm "{run.algo.name}" needs {", ".join(missing)}, which this '
-            f"backend does not provide. It provides {', '.join(sorted(run.backend.driver.provides))}."
-        ]
-    return []
-
-
 def corrections(run: BoundRun) -> list[str]:
     if not run.algo.keys.use_rollout_logprobs:
-        return []
+        return [
+            f'algo.corrections: "{part.name}" weighs how far the current log-probs are from the old ones, and with one '
+            "optimiser step per rollout batch they are equal: say --num-steps-per-rollout 2 or more, or "
+            "--use-rollout-logprobs, or leave it out."
+            for part in run.algo.corrections
+            if part.driver.compares_with_old and run.steps_per_rollout == 1
+        ]
     return [
         f"algo.use_rollout_logprobs = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
         "log-probs, which is then 0 by definition. Drop one of the two."
@@ -173,11 +188,12 @@ def local_launcher(run: BoundRun) -> list[str]:
 
 def layout(run: BoundRun) -> list[str]:
     problems: list[str] = list(run.engine.driver.problems(run.engine.config))
-    try:
-        model_config = json.loads((Path(run.config.model.hf_checkpoint) / "config.json").read_text())
-    except (OSError, ValueError):
-        # No folder, or a damaged one: loading it is what tells of that, and the backend has nothing to compare with.
-        pass
-    else:
-        problems += run.backend.driver.problems(run.backend.config, run.num_ranks, model_config)
-    return problems
+    for role in run.roles:
+        try:
+            model_config = json.loads((role.model_path / "config.json").read_text())
+        except (OSError, ValueError):
+            # No folder, or a damaged one: loading it is what tells of that, and the backend has nothing to compare with.
+            continue
+        problems += role.backend.driver.problems(role.backend.config, role.num_ranks, model_config)
+    # Roles with one backend and one model say the same.
+    return list(dict.fromkeys(problems))

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from slime_core import groups
 from slime_core.config.flags import Flag, option_flags
+from slime_core.config.roles import LOSS_KEYS
 from slime_core.contracts.algorithm import Recipe
 from slime_core.errors import PluginError
 from slime_core.registry import Registry
@@ -27,12 +28,16 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
     for table, (group, prefix) in TABLES.items():
         name = name_of(tables.get(table))
         flags += finder.options(group, name, (table,), prefix=prefix.format(name=name.rpartition("/")[2]))
+    for role, table in as_table(tables.get("roles")).items():
+        name = name_of(as_table(table).get("backend"))
+        flags += finder.options(groups.BACKENDS, name, ("roles", role, "backend"), prefix=f"{role}-")
     flags += finder.options(groups.SOURCES, as_table(tables.get("data")).get("source", "files"), ("data",))
     engine = finder.find(groups.ENGINES, name_of(tables.get("engine")), "engine")
     preferred = engine.transports[:1] if engine is not None else ()
     transport = as_table(tables.get("sync")).get("transport") or "".join(preferred)
     flags += finder.options(groups.TRANSPORTS, transport, ("sync",))
-    collector = name_of(as_table(tables.get("rollout")).get("collector"))
+    recipe = finder.find(groups.ALGORITHMS, name_of(tables.get("algo")), "algo")
+    collector = name_of(as_table(tables.get("rollout")).get("collector")) or getattr(recipe, "collector", None) or ""
     return flags + finder.options(groups.COLLECTORS, collector, ("rollout", "collector"), prefix="collector.")
 
 
@@ -44,9 +49,11 @@ def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
         return []
     parts: list[tuple[str, Any]] = [
         (groups.ADVANTAGES, algo.get("advantage", recipe.advantage)),
+        *((groups.ADVANTAGES, item) for item in algo.get("advantage_terms", recipe.options.get("advantage_terms", ()))),
         (groups.LOSSES, algo.get("loss", recipe.loss)),
         *((groups.ADVANTAGES, item) for item in algo.get("shaping", recipe.shaping)),
         *((groups.CORRECTIONS, item) for item in algo.get("corrections", recipe.corrections)),
+        *((groups.LOSSES, algo.get(key, recipe.options.get(key))) for key in LOSS_KEYS.values()),
     ]
     return [flag for group, item in parts for flag in finder.options(group, name_of(item), ("algo",))]
 

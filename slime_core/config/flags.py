@@ -153,7 +153,10 @@ def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
 
 
 def short_name(path: tuple[str, ...], key: str) -> str:
-    """Tables inside tables repeat the names of what they override: those are said by their dotted path."""
+    """Tables inside tables repeat the names of what they override: those are said by their dotted path, but a role's
+    keys by its name (`--critic-lr`)."""
+    if len(path) == 2 and path[0] == "roles":
+        return f"{path[1]}-{key}".replace("_", "-")
     return key.replace("_", "-") if len(path) < 2 else ".".join((*path, key))
 
 

@@ -43,8 +43,8 @@ class RolloutConfig(Table):
     """Group filters, in order, after the recipe's own (dynamic sampling)."""
     buffer_filter: PluginTable = PluginTable(name="pop_first")
     """Chooses from the buffer before new prompts are drawn."""
-    collector: PluginTable = PluginTable(name="accepted")
-    """How groups come together; `replay` takes them from a dump."""
+    collector: PluginTable | None = None
+    """How groups come together; `replay` takes them from a dump. By default as the algorithm says, else `accepted`."""
     max_filtered_groups: int | None = Field(None, gt=0)
     """With so many rejected groups in one step the run fails; by default 10 x rollout_batch_size."""
     max_retries: int = Field(3, ge=0)

@@ -10,7 +10,7 @@ from slime_core.config.evaluation import EvalConfig
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.table import Table
-from slime_core.config.train import TrainConfig
+from slime_core.config.train import OptimizerOverrides, TrainConfig
 from slime_core.contracts.paths import RunPath
 
 
@@ -21,6 +21,9 @@ class ModelConfig(Table):
     """Hugging Face folder: config, weights, tokenizer."""
     ref_load: RunPath | None = None
     """Folder of the reference weights; by default hf_checkpoint."""
+    opd_teacher_load: RunPath | None = None
+    """Folder of a teacher's weights, for algorithms that compare with one. It may be another model than the trained one,
+    with the same tokenizer."""
     trust_remote_code: bool = False
     """Run code that a model folder brings. Off unless you ask; written into the manifest."""
 
@@ -46,6 +49,22 @@ class DataConfig(Table):
     """Further arguments of the template."""
 
 
+class RoleConfig(OptimizerOverrides):
+    """A trained role beside the policy: what it has of its own. Everything else is the run's."""
+
+    load: RunPath | None = None
+    """Hugging Face folder that it starts from; by default hf_checkpoint. A missing head starts fresh."""
+    backend: PluginTable | None = None
+    """Training backend; by default the run's, with its options."""
+
+
+class RolesConfig(Table):
+    """Trained roles beside the policy, for algorithms that have them."""
+
+    critic: RoleConfig = RoleConfig()
+    """Learns the values of states."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -57,6 +76,13 @@ class LauncherConfig(Table):
     """Machines for the trainer."""
     actor_num_gpus_per_node: int | None = Field(None, gt=0)
     """Trainer ranks per machine, on CPU too; by default the least that the layout needs."""
+    critic_num_nodes: int | None = Field(None, gt=0)
+    """Machines for a critic with devices of its own; by default it shares the actor's."""
+    critic_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Ranks per machine of a critic with devices of its own; by default it shares the actor's."""
+    offload_train: bool | None = None
+    """Trained roles that share devices sleep, with their memory on the host, while another one works. By default on for
+    roles that share GPUs."""
     rollout_num_gpus: int | None = Field(None, gt=0)
     """Devices for engines, on CPU processes; by default one engine's."""
     rollout_num_gpus_per_engine: int = Field(1, gt=0)
@@ -145,6 +171,7 @@ class RunConfig(Table):
     rollout: RolloutConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
+    roles: RolesConfig = RolesConfig()
     launcher: LauncherConfig = LauncherConfig()
     sync: SyncConfig = SyncConfig()
     router: RouterConfig = RouterConfig()

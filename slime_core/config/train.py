@@ -36,6 +36,39 @@ class OptimizerConfig(Table):
     """Global gradient norm is cut to this; 0: never."""
 
 
+class OptimizerOverrides(Table):
+    """The same keys for one role; what is left out is as in the train table."""
+
+    optimizer: Literal["adam", "sgd"] | None = None
+    """As in the train table, for this role."""
+    lr: float | None = Field(None, gt=0)
+    """Highest learning rate."""
+    min_lr: float | None = Field(None, ge=0)
+    """Where decay ends."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] | None = None
+    """Shape after warm-up."""
+    lr_warmup_iters: int | None = Field(None, ge=0)
+    """Optimiser steps of linear warm-up, counted from the role's own first step."""
+    lr_decay_iters: int | None = Field(None, gt=0)
+    """Optimiser steps of this role until min_lr."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float | None = Field(None, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float | None = Field(None, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float | None = Field(None, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float | None = Field(None, ge=0)
+    """Global gradient norm is cut to this; 0: never."""
+
+    def optimizer_config(self, train: OptimizerConfig) -> OptimizerConfig:
+        """`train` with what is said here."""
+        said = {name: getattr(self, name) for name in OptimizerConfig.model_fields}
+        inherited = {name: getattr(train, name) for name in OptimizerConfig.model_fields}
+        return OptimizerConfig(**inherited | {name: value for name, value in said.items() if value is not None})
+
+
 class TrainConfig(OptimizerConfig):
     """How a rollout batch is trained on."""
 

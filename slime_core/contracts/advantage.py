@@ -26,7 +26,7 @@ class CreditInputs:
     """(S,) after shaping; NaN: no reward."""
     columns: TokenColumns
     kl_penalty: Float32 | None
-    """(M,) kl_coef x k(old, ref), 0 at masked tokens; None when kl_coef is 0."""
+    """(M,) kl_coef x k(old, ref), 0 at masked tokens; None when kl_coef is 0, and for what is added to an advantage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +52,8 @@ class AdvantageEstimator(ABC):
 
 class AdvantageDriver(Driver[AdvantageEstimator]):
     needs: ClassVar[frozenset[Need]] = frozenset()
+    uses_rewards: ClassVar[bool] = True
+    """False: its signal is elsewhere, so that a run needs no reward for it."""
     accepts_kl_penalty: ClassVar[bool] = False
     """Whether a reward-side KL (kl_coef) enters it; if not, asking for one is a config error."""
 

@@ -27,7 +27,8 @@ class Recipe:
     differences: tuple[str, ...] = ()
     formula: str = ""
     """Plain-text formula of the objective."""
-    advantage: str
+    advantage: str | None
+    """None: the loss uses no advantages."""
     loss: str
     aggregation: Aggregation = Aggregation.SEQ_MEAN
     shaping: tuple[str, ...] = ()
@@ -36,5 +37,7 @@ class Recipe:
     """Group filters that the recipe adds before the run file's own."""
     roles: tuple[str, ...] = ()
     """Further trained roles, such as a critic."""
+    collector: str | None = None
+    """How groups come together, unless the run file says; None: as the kernel does it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     api_version: int = API_VERSION

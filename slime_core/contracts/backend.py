@@ -1,7 +1,8 @@
 """TrainBackend: one rank's view of a trainable model.
 
 Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_weights`, `save`, `sleep`, `wake`, then
-`close`. All ranks of a role make the same calls in the same order with equally many micro-batches.
+`close`; between `sleep` and `wake` only `close`. All ranks of a role make the same calls in the same order with equally
+many micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from slime_core.types.weights import Bucket
 
 ACTOR = "actor"
-"""Name of the trained weights in `score(weights=...)`."""
+"""Name of the trained weights in `score(weights=...)`, whichever role they are of."""
 REFERENCE = "reference"
 TEACHER = "teacher"
 

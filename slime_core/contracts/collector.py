@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
+    from slime_core.config.rollout import RolloutConfig
     from slime_core.rollout.context import RolloutContext
     from slime_core.types.sample import SampleGroup
 
@@ -25,5 +26,16 @@ class CollectorDriver(Driver[Collector]):
 
     @classmethod
     def needs_engine(cls, config: Any) -> bool:
-        """False: steps come from elsewhere (a dump), so no engine is started."""
+        """False: nothing is generated (steps come from a dump, or answers from the data), so no engine is started for
+        it."""
         return True
+
+    @classmethod
+    def reads_prompts(cls, config: Any) -> bool:
+        """Whether it takes prompts from the buffer; if not, no data source is opened."""
+        return cls.needs_engine(config)
+
+    @classmethod
+    def problems(cls, config: Any, rollout: RolloutConfig) -> list[str]:
+        """Everything in the rollout table that does not fit it; empty if all does."""
+        return []

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchCorrection:
-    """(M,) each. `keep` False masks the token. `metrics` are per token, averaged over the original masks."""
+    """(M,) each. `keep` False masks the token."""
 
     weights: Float32
     keep: Bool
     metrics: Mapping[str, npt.NDArray[np.floating]] = field(default_factory=dict)
+    """Per token; averaged over the original masks, so that a rejection cannot hide itself."""
+    step_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What is no mean over tokens (extrema, means over sequences), of the step, over the original masks too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,6 +47,8 @@ class OffPolicyCorrection(ABC):
     """Override the method of the stage that the driver declares."""
 
     def correct_batch(self, batch: Batch, columns: TokenColumns) -> BatchCorrection:
+        """Called once for each optimiser step, with all of its samples. `columns` holds the advantages, the returns and
+        the declared needs; without ROLLOUT_LOGPROBS among these, the batch's are NaN."""
         raise TypeError(f"{type(self).__name__} has no batch stage")
 
     def correct_loss(self, inputs: LossInputs, segments: Segments) -> LossCorrection:
@@ -54,3 +59,5 @@ class CorrectionDriver(Driver[OffPolicyCorrection]):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS})
     in_loss: ClassVar[bool] = False
     """It needs the current log-probs, so it runs inside the loss."""
+    compares_with_old: ClassVar[bool] = False
+    """It weighs how far the current log-probs are from the old ones, so it can do nothing where they are equal."""

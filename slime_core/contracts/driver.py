@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from slime_core import API_VERSION
+
+if TYPE_CHECKING:
+    from slime_core.contracts.example import Example
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -32,3 +37,9 @@ class Driver(ABC, Generic[T_co]):
     @abstractmethod
     def build(cls, config: Any) -> T_co:
         """The object of the contract. `config` is an instance of `cls.Config`; heavy imports happen here."""
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        """What the contract kit tries the plugin on, with answers worked out by hand. Files that an example needs are
+        written into `folder`, which is empty. See `slime_core.contracts.example`."""
+        return ()

@@ -21,6 +21,9 @@ class FilterDecision:
     """Why not: counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
     """Dropped only as long as enough candidates remain for the batch."""
+    untrained: tuple[int, ...] = ()
+    """Positions in the group of samples that train nothing, though they count in its statistics: of a group that is kept,
+    they are marked `remove_sample`."""
 
 
 class GroupFilter(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slime_core.contracts.driver import Driver
 
@@ -22,3 +22,6 @@ class KlEstimator(ABC):
 
 class KlDriver(Driver[KlEstimator]):
     """Chosen by kl_loss_type and kl_reward_type."""
+
+    never_negative: ClassVar[bool] = False
+    """Not only its average, each estimate is 0 or more."""

@@ -27,7 +27,10 @@ class Launcher(ABC):
 
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
-        """One worker per spec, by rank; not set up yet. Fills in what only the launcher knows (rendezvous)."""
+        """One worker per spec, in their order; not set up yet. Fills in what only the launcher knows (rendezvous).
+
+        Specs are by role, then by rank. Roles of one call have equally many ranks, and rank r of each stands on the
+        same device; another call gets other devices."""
 
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:

@@ -47,7 +47,7 @@ class LocalEngine:
 
 
 class LocalLauncher(Launcher):
-    """One trainer rank per role, any number of engines."""
+    """One rank for each trained role, any number of engines."""
 
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []

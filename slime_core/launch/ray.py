@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -56,40 +57,60 @@ class RayLauncher(Launcher):
         self._crews: list[Crew] = []
         self._num_ranks = 0
         self._shared_slots: list[Slot] = []
+        self._shared_gpus = 0.0
         self._placing = asyncio.Lock()
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         if not specs:
             return []
-        role = specs[0].setup.role
+        roles = by_role(specs)
+        num_ranks = len(roles[0])
         async with self._placing if self._config.colocate else contextlib.nullcontext():
             cluster = self._enter()
-            self._num_ranks += len(specs)
+            # Roles that share devices take turns, so they count once.
+            self._num_ranks += num_ranks
             gpus = 1.0 if specs[0].setup.device == "cuda" else 0.0
-            roles_on_device = 2 if self._config.colocate else 1
-            group = await self._reserve(len(specs), self._config.num_cpus_per_worker * roles_on_device, gpus, role)
+            roles_on_device = len(roles) + (1 if self._config.colocate else 0)
+            names = " and ".join(of_role[0].setup.role for of_role in roles)
+            group = await self._reserve(num_ranks, self._config.num_cpus_per_worker * roles_on_device, gpus, names)
             options = {
                 "num_cpus": self._config.num_cpus_per_worker,
                 "num_gpus": gpus / roles_on_device,
-                "runtime_env": self._runtime_env(cluster, len(specs) + self._config.num_engines),
+                "runtime_env": self._runtime_env(cluster, self._num_ranks + self._config.num_engines),
             }
-            crew = self._new_crew(farewell="close")
-            members = [
-                self._place(crew, TrainActor, group, bundle, options, f"trainer {role}", TrainingError)
-                for bundle in range(len(specs))
+            crews = [self._new_crew(farewell="close") for _ in roles]
+            placed = [
+                [
+                    self._place(
+                        crew, TrainActor, group, bundle, options, f"trainer {of_role[0].setup.role}", TrainingError
+                    )
+                    for bundle in range(num_ranks)
+                ]
+                for crew, of_role in zip(crews, roles, strict=True)
             ]
-            slots = await self._locate(crew, members, group)
+            located = [await self._locate(crew, members, group) for crew, members in zip(crews, placed, strict=True)]
+            bundles = by_device(located[0])
             if self._config.colocate and not self._shared_slots:
-                self._shared_slots = [slots[bundle] for bundle in by_device(slots)]
-        by_rank = [members[bundle] for bundle in by_device(slots)]
-        placed = await self._with_places(crew, specs, by_rank)
-        for member, spec in zip(by_rank, placed, strict=True):
-            member.name = f"trainer {role}, rank {spec.setup.rank} of {spec.setup.world_size}"
+                self._shared_slots = [located[0][bundle] for bundle in bundles]
+                self._shared_gpus = gpus / roles_on_device
+        return [
+            rank
+            for crew, of_role, members in zip(crews, roles, placed, strict=True)
+            for rank in await self._resolve(crew, of_role, [members[bundle] for bundle in bundles])
+        ]
+
+    async def _resolve(
+        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+    ) -> list[RankHandle]:
+        """The workers of one role, made."""
+        told = await self._with_places(crew, specs, by_rank)
+        for member, spec in zip(by_rank, told, strict=True):
+            member.name = f"trainer {spec.setup.role}, rank {spec.setup.rank} of {spec.setup.world_size}"
         devices = devices_of_nodes(by_rank)
         await together(
             [
                 crew.run(member, member.actor.resolve.remote(spec, devices[node_of(member)]))
-                for member, spec in zip(by_rank, placed, strict=True)
+                for member, spec in zip(by_rank, told, strict=True)
             ]
         )
         crew.ready()
@@ -112,7 +133,7 @@ class RayLauncher(Launcher):
         }
         if shared:
             parts = shares_of(shared, len(specs), per_engine)
-            options["num_gpus"] = 0.5 if gpus else 0.0
+            options["num_gpus"] = self._shared_gpus
             places = [(part[0].group, part[0].bundle) for part in parts]
             devices = [tuple(name for slot in part for name in slot.location.devices) for part in parts]
         else:
@@ -231,6 +252,11 @@ class RayLauncher(Launcher):
         info: EngineInfo = await crew.run(member, member.actor.resolve.remote(spec, devices))
         crew.ready()
         return info
+
+
+def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:
+    """The ranks of each role, in the order given."""
+    return [list(of_role) for _, of_role in itertools.groupby(specs, key=lambda spec: spec.setup.role)]
 
 
 def node_of(member: Member) -> str:

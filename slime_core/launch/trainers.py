@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits, pack, plan_step
 from slime_core.contracts.backend import ACTOR, Layout
+from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher, RankHandle
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import StepReport
@@ -48,7 +50,7 @@ class Dispatch:
 
 
 class Trainers:
-    """Driver-side face of a role."""
+    """Driver-side face of a role. What makes its ranks work is called within `turn`."""
 
     def __init__(
         self,
@@ -58,13 +60,20 @@ class Trainers:
         *,
         limits: TrainerLimits,
         shape: ModelShape,
+        devices: Devices | None = None,
     ) -> None:
+        """`devices`: shared with other roles; by default this role's alone."""
         self._launcher = launcher
         self._ranks = tuple(ranks)
         self._layouts = tuple(layouts)
         self._limits = limits
         self._shape = shape
         self._dp_size = layouts[0].dp_size
+        self._devices = devices or Devices()
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The devices are this role's inside."""
+        return self._devices.turn(self)
 
     async def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every rank at once."""

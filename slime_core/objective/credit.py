@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,14 @@ class CreditRules:
     advantage: AdvantageEstimator | None
     """None: the loss uses no advantages."""
     advantage_needs: frozenset[Need] = frozenset()
+    advantage_terms: Sequence[tuple[AdvantageEstimator, frozenset[Need]]] = ()
+    """Each with its needs; their advantages are added to those of `advantage`."""
     shaping: Sequence[RewardShaper] = ()
     kl_reward: KlEstimator | None = None
     kl_coef: float = 0.0
     normalize_advantages: bool = False
-    corrections: Sequence[OffPolicyCorrection] = ()
-    """Those of the batch stage, in order."""
+    corrections: Sequence[tuple[OffPolicyCorrection, frozenset[Need]]] = ()
+    """Those of the batch stage, in order, each with its needs."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN
     rollouts_per_step: int
     max_response_len: int
@@ -64,14 +66,23 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
         for shaper in rules.shaping:
             rewards = shaper.shape(rewards, batch, rules.max_response_len)
         wanted = {need.value for need in rules.advantage_needs}
-        given = TokenColumns(**{name: column for name, column in columns.present().items() if name in wanted})
+        penalty = reward_kl(mask, columns, rules)
         credit = rules.advantage.estimate(
-            CreditInputs(batch=batch, rewards=rewards, columns=given, kl_penalty=reward_kl(mask, columns, rules))
+            CreditInputs(batch=batch, rewards=rewards, columns=columns.only(wanted), kl_penalty=penalty)
         )
         advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
         require_finite("advantages", advantages, batch)
         returns = advantages if credit.returns is None else np.where(mask, credit.returns, np.float32(0))
         require_finite("returns", returns, batch)
+        for term, needs in rules.advantage_terms:
+            added = term.estimate(
+                CreditInputs(
+                    batch=batch, rewards=rewards, columns=columns.only({need.value for need in needs}), kl_penalty=None
+                )
+            )
+            advantages = advantages + np.where(mask, added.advantages, np.float32(0))
+            require_finite("advantages", advantages, batch)
+            metrics |= added.metrics
         if rules.normalize_advantages:
             advantages = whiten(advantages, mask)
         columns = columns.with_columns(advantages=advantages, returns=returns.astype(np.float32))
@@ -80,10 +91,12 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
             metrics["rollout/rewards"] = mean(credit.sample_credit[np.isfinite(batch.reward)])
         metrics["rollout/advantages"] = mean(advantages[mask])
         metrics["rollout/returns"] = mean(returns[mask])
+        if penalty is not None and rules.kl_coef:
+            metrics["rollout/kl"] = mean(penalty[mask]) / rules.kl_coef
 
     step_metrics: list[dict[str, float]] = [{} for _ in range(count_steps(step_of_sample))]
-    for correction in rules.corrections:
-        weights, of_steps = correct_steps(correction, batch, columns, step_of_sample)
+    for correction, needs in rules.corrections:
+        weights, of_steps = correct_steps(correction, needs, batch, columns, step_of_sample)
         require_finite("correction weights", weights, batch)
         before = columns.correction
         columns = columns.with_columns(correction=weights if before is None else before * weights)
@@ -94,7 +107,11 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
 
 
 def correct_steps(
-    correction: OffPolicyCorrection, batch: Batch, columns: TokenColumns, step_of_sample: Int64
+    correction: OffPolicyCorrection,
+    needs: frozenset[Need],
+    batch: Batch,
+    columns: TokenColumns,
+    step_of_sample: Int64,
 ) -> tuple[Float32, list[dict[str, float]]]:
     """The (M,) weights, 0 where a token is masked or was not trained anyway, and each step's metrics. One call for each
     optimiser step: what a correction normalises by is a step's, not the batch's."""
@@ -103,11 +120,20 @@ def correct_steps(
     for step in range(count_steps(step_of_sample)):
         samples = np.flatnonzero(step_of_sample == step)
         rows = batch.response_rows(samples)
-        corrected = correction.correct_batch(batch.take(samples), columns.take(rows))
+        corrected = correction.correct_batch(*withhold(batch.take(samples), columns.take(rows), needs))
         trained = batch.mask[rows].astype(np.bool_)
         weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
-        metrics.append({name: mean(values[trained]) for name, values in corrected.metrics.items()})
+        means = {name: mean(values[trained]) for name, values in corrected.metrics.items()}
+        metrics.append({**means, **corrected.step_metrics})
     return weights, metrics
+
+
+def withhold(batch: Batch, columns: TokenColumns, needs: frozenset[Need]) -> tuple[Batch, TokenColumns]:
+    """Only what a correction declared, with advantages and returns; one that reads more fails at once."""
+    wanted = {need.value for need in needs} | {"advantages", "returns"}
+    if Need.ROLLOUT_LOGPROBS not in needs:
+        batch = replace(batch, rollout_log_probs=np.full_like(batch.rollout_log_probs, np.nan))
+    return batch, columns.only(wanted)
 
 
 def count_steps(step_of_sample: Int64) -> int:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import requires
 from typing import Any, Final
@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from slime_core import __version__, groups
+from slime_core.config.roles import LOSS_KEYS
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import Driver, DriverConfig
 from slime_core.entry import KERNEL, Entry, normalized
@@ -49,9 +50,10 @@ class Finding:
     problems: tuple[str, ...] = ()
 
 
-def inspect_entries(registry: Registry) -> list[Finding]:
-    """One finding per entry, in the order of the listing; entries that are switched off are not imported."""
-    listing = registry.listing()
+def inspect_entries(registry: Registry, only: Collection[Entry] | None = None) -> list[Finding]:
+    """One finding per entry (of `only`, if given), in the order of the listing; entries that are switched off are not
+    imported."""
+    listing = [(entry, status) for entry, status in registry.listing() if only is None or entry in only]
     active = [entry for entry, status in listing if status is not Status.OFF]
     heavy = _heavy_imports(registry, active)
     return [
@@ -112,12 +114,21 @@ def recipe_problems(registry: Registry, recipe: Recipe) -> Iterable[str]:
         if not getattr(recipe, name).strip():
             yield f"the recipe's {name} is empty"
     parts = [
-        (groups.ADVANTAGES, "advantage", recipe.advantage),
+        *(() if recipe.advantage is None else ((groups.ADVANTAGES, "advantage", recipe.advantage),)),
+        *(() if recipe.collector is None else ((groups.COLLECTORS, "collector", recipe.collector),)),
         (groups.LOSSES, "loss", recipe.loss),
         *((groups.ADVANTAGES, "shaping", name) for name in recipe.shaping),
         *((groups.CORRECTIONS, "corrections", name) for name in recipe.corrections),
         *((groups.FILTERS, "filters", name) for name in recipe.filters),
     ]
+    for role in recipe.roles:
+        key = LOSS_KEYS.get(role)
+        if key is None:
+            yield f'the recipe trains a role "{role}"; there is {", ".join(LOSS_KEYS)}'
+        elif key not in recipe.options:
+            yield f"the recipe trains a {role}, and its options have no {key}"
+        else:
+            parts.append((groups.LOSSES, key, recipe.options[key]))
     for group, where, name in parts:
         try:
             registry.find(group, name, where=where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from slime_core.buffer.item import BufferItem
@@ -59,12 +59,12 @@ class AcceptedGroups(Collector):
                     in_flight += self._submit(context, -(-missing * config.wave // target), step)
                 group = await in_flight[0].running.task
                 submitted = in_flight.popleft()
-                reason = self._judge(group, submitted, tally, len(in_flight), step, context)
-                if reason is None:
-                    tally.accepted.append(group)
+                decision = self._judge(group, submitted, tally, len(in_flight), step, context)
+                if decision.keep:
+                    tally.accepted.append(marked(group, decision.untrained))
                     continue
-                tally.refused.append((group, reason))
-                tally.rejected[reason] += 1
+                tally.refused.append((group, decision.reason))
+                tally.rejected[decision.reason] += 1
                 self._check_limit(tally, step, config)
                 if config.refill == "eager":
                     in_flight += self._submit(context, 1, step)
@@ -92,24 +92,25 @@ class AcceptedGroups(Collector):
         num_in_flight: int,
         step: int,
         context: RolloutContext,
-    ) -> str | None:
-        """Why the group is not accepted; None if it is."""
+    ) -> FilterDecision:
+        """Whether the group is accepted; if not, why."""
         if is_failed(group):
             context.counts["rollout/failed_groups"] += 1
             if context.config.on_failed_group == "requeue":
                 tally.returned.append(submitted.item.as_returned(step))
-            return "failed"
+            return FilterDecision(keep=False, reason="failed")
         if is_aborted(group):
             # Nobody here asked for it: an engine ended it, and what it has is no answer.
             context.counts["rollout/aborted_groups"] += 1
             tally.returned.append(submitted.item.as_returned(step))
-            return "aborted"
+            return FilterDecision(keep=False, reason="aborted")
         candidates = len(tally.accepted) + 1 + num_in_flight
-        decision = first_refusal(group, context.filters, insufficient=candidates <= context.config.rollout_batch_size)
-        if decision is None:
-            return None
-        context.counts[f"rollout/dynamic_filter/drop_{decision.reason}"] += 1
-        return decision.reason
+        decision = judge(group, context.filters, insufficient=candidates <= context.config.rollout_batch_size)
+        if not decision.keep:
+            context.counts[f"rollout/dynamic_filter/drop_{decision.reason}"] += 1
+        elif decision.untrained:
+            context.counts["rollout/dynamic_filter/untrained_samples"] += len(decision.untrained)
+        return decision
 
     def _check_limit(self, tally: Tally, step: int, config: RolloutConfig) -> None:
         limit = config.max_filtered_groups or 10 * config.rollout_batch_size
@@ -142,11 +143,23 @@ class AcceptedGroups(Collector):
                 context.counts["rollout/surplus_groups"] += 1
 
 
-def first_refusal(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: bool) -> FilterDecision | None:
-    """The decision of the first filter that drops the group; None if none does. `insufficient`: too few candidates
-    remain to drop it on a filter's mere preference."""
+def judge(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: bool) -> FilterDecision:
+    """The decision of the first filter that drops the group; if none does, to keep it, without the samples that any of
+    them does not want trained. `insufficient`: too few candidates remain to drop it on a filter's mere preference."""
+    untrained: set[int] = set()
     for group_filter in filters:
         decision = group_filter.decide(group)
         if not decision.keep and not (decision.keep_when_insufficient and insufficient):
             return decision
-    return None
+        untrained.update(decision.untrained)
+    return FilterDecision(keep=True, untrained=tuple(sorted(untrained)))
+
+
+def marked(group: SampleGroup, untrained: Sequence[int]) -> SampleGroup:
+    """The group in which these samples train nothing."""
+    if not untrained:
+        return group
+    samples = list(group.samples)
+    for position in untrained:
+        samples[position] = replace(samples[position], remove_sample=True)
+    return replace(group, samples=tuple(samples))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.config.rollout import RolloutConfig
+from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import GroupFilter
 from slime_core.rollout.groups import GroupRunner
 from slime_core.types.sample import SampleGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +23,8 @@ class RolloutContext:
     """One per step. `runner` starts groups, `buffer` gives prompts and takes back what was not used."""
 
     config: RolloutConfig
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
     buffer: DataBuffer
     runner: GroupRunner | None
     """None: the collector's driver said that it needs no engine."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_core.contracts.collector import Collector, CollectorDriver
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import CollectorExample, Example
 from slime_core.contracts.generator import Generator, GeneratorDriver
 from slime_core.contracts.paths import RunPath
 
@@ -52,3 +54,16 @@ class ReplayDriver(CollectorDriver):
     @classmethod
     def needs_engine(cls, config: Any) -> bool:
         return False
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_core.rollout.replay_example import write_example
+
+        shape = CollectorExample(options={"folder": str(folder)})
+        write_example(
+            folder,
+            num_steps=shape.num_steps,
+            num_groups=shape.rollout_batch_size,
+            num_samples=shape.n_samples_per_prompt,
+        )
+        return [shape]

@@ -6,7 +6,7 @@ Arrays may be read-only views of shared memory: nothing writes to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -129,6 +129,10 @@ class TokenColumns:
     def take(self, rows: npt.NDArray[np.integer]) -> TokenColumns:
         """The columns at these rows of the response axis."""
         return TokenColumns(**{name: column[rows] for name, column in self.present().items()})
+
+    def only(self, names: Collection[str]) -> TokenColumns:
+        """Without the columns that are not named."""
+        return TokenColumns(**{name: column for name, column in self.present().items() if name in names})
 
     def with_columns(self, **columns: Float32) -> TokenColumns:
         return replace(self, **columns)

@@ -15,8 +15,6 @@ class StepReport:
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
-    extrema: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Name to (lowest, highest) over this rank."""
     grad_norm: float = 0.0
     """Global norm before clipping, the same on every rank."""
     lr: float = 0.0

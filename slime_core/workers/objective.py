@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_core.config.bound import BoundAlgo, PartSpec
+from slime_core.config.bound import PartSpec
+from slime_core.config.roles import BoundRole
 from slime_core.objective.loss import TokenObjective
 from slime_core.registry import Registry
 from slime_core.workers.agreement import Agreement
@@ -24,17 +25,17 @@ class ObjectiveSpec:
     old_from_rollout: bool
 
     @classmethod
-    def of_actor(cls, algo: BoundAlgo, steps_per_rollout: int) -> ObjectiveSpec:
-        keys = algo.keys
+    def of(cls, role: BoundRole) -> ObjectiveSpec:
+        terms = role.terms
         return cls(
-            loss=algo.loss.spec(),
-            kl=None if algo.kl_loss is None else algo.kl_loss.spec(),
-            kl_loss_coef=keys.kl_loss_coef,
-            use_unbiased_kl=keys.use_unbiased_kl,
-            entropy_coef=keys.entropy_coef,
-            corrections=tuple(part.spec() for part in algo.corrections if part.driver.in_loss),
-            old_from_current=algo.old_is_current(steps_per_rollout),
-            old_from_rollout=keys.use_rollout_logprobs,
+            loss=role.loss.spec(),
+            kl=None if terms.kl is None else terms.kl.spec(),
+            kl_loss_coef=terms.kl_loss_coef,
+            use_unbiased_kl=terms.use_unbiased_kl,
+            entropy_coef=terms.entropy_coef,
+            corrections=tuple(part.spec() for part in terms.corrections),
+            old_from_current=terms.old_from_current,
+            old_from_rollout=terms.old_from_rollout,
         )
 
     def build(self, agreement: Agreement, registry: Registry) -> TokenObjective:

@@ -73,6 +73,22 @@ CONFIG_CASES = {
     ),
     "unknown engine": Case(["--engine", "loacl"], CONFIG, ['engine.name = "loacl"', "close match: local"]),
     "unknown reward": Case(["--reward", "gsm8"], CONFIG, ['reward.name = "gsm8"', "close match: gsm8k", "Available: "]),
+    "unknown KL estimator, though there is no KL": Case(
+        ["--kl-loss-type", "low_var"],
+        CONFIG,
+        ['algo.kl_loss_type = "low_var": unknown KL estimator; close match: low_var_kl', "Available: "],
+    ),
+    "a correction that can do nothing": Case(
+        ["--corrections", "opsm"], CONFIG, ['algo.corrections: "opsm"', "--num-steps-per-rollout 2 or more"]
+    ),
+    "a correction of a gap that is defined away": Case(
+        ["--corrections", "tis", "--use-rollout-logprobs"], CONFIG, ['correction "tis"', "0 by definition", "Drop one"]
+    ),
+    "bounds the wrong way around": Case(
+        ["--corrections", "mis", "--tis-lower-bound", "3"],
+        CONFIG,
+        ["tis_lower_bound = 3 must be below tis_upper_bound = 2"],
+    ),
     "known but not installed": Case(
         ["--reward", "ifbench"],
         CONFIG,

@@ -10,7 +10,9 @@ import pytest
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.item import ItemKind
 from slime_core.buffer.pop_first import PopFirstFilter
+from slime_core.config.bound import PartSpec
 from slime_core.config.rollout import RolloutConfig
+from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.generator import Generator
 from slime_core.errors import EngineError, PluginError, RewardError, RolloutError
@@ -127,6 +129,8 @@ class Setup:
         self.observed = []
         self.context = RolloutContext(
             config=RolloutConfig(**given),
+            data=DataConfig(),
+            tokenizer=None,
             buffer=self.buffer,
             runner=runner,
             filters=filters,
@@ -202,6 +206,33 @@ async def test_filters_run_in_order_and_the_first_that_drops_counts():
     setup = Setup(ScriptedRunner((), {1: SAME}), filters=[NotEqual(), Even()])
     assert await setup.collect() == [0, 2]
     assert setup.refused == [(1, "all_1")]
+
+
+class Untrained(GroupFilter):
+    """Keeps every group, without its samples of this reward."""
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    def decide(self, group):
+        chosen = [n for n, sample in enumerate(group.samples) if sample.reward == self.reward]
+        return FilterDecision(keep=True, untrained=tuple(chosen))
+
+
+async def test_what_filters_leave_untrained_is_marked_in_accepted_groups_alone():
+    runner = ScriptedRunner((), {0: (0.0, 1.0, 2.0), 1: SAME, 2: (0.0, 0.5, 0.5)})
+    setup = Setup(runner, filters=[Untrained(1.0), NotEqual(), Untrained(2.0)])
+    assert await setup.collect() == [0, 2]
+    _, groups, refused = setup.observed[0]
+    assert [[sample.remove_sample for sample in group.samples] for group in groups] == [
+        [False, True, True],
+        [False] * 3,
+    ]
+    # Rewards stay, for the statistics of the group; a rejected group is told of as it was.
+    assert groups[0].rewards == [0.0, 1.0, 2.0]
+    assert not any(sample.remove_sample for sample in refused[0][0].samples)
+    counts = {"rollout/dynamic_filter/drop_all_1": 1, "rollout/dynamic_filter/untrained_samples": 2}
+    assert dict(setup.context.counts) == counts
 
 
 async def test_a_preference_yields_when_too_few_candidates_remain():
@@ -329,7 +360,7 @@ class Rewards:
 
 class FakePart:
     def spec(self):
-        return None
+        return PartSpec(group="slime.rewards", name="by_index", options={})
 
 
 def runner(generator, *, rewards=None, retries=3, tolerant=False):

@@ -164,7 +164,7 @@ def test_another_format_is_refused(store):
     (folder / "state.json").write_text(text)
     sizes = json.loads((folder / "COMPLETE").read_text()) | {"state.json": len(text)}
     (folder / "COMPLETE").write_text(json.dumps(sizes))
-    with pytest.raises(CheckpointError, match="written in format 99; this slime reads format 1"):
+    with pytest.raises(CheckpointError, match="written in format 99; this slime reads format 2"):
         store.load()
 
 

@@ -116,7 +116,7 @@ def test_a_run_file_that_cannot_be_read(tmp_path):
 
 
 def test_unknown_keys_name_the_nearest(complaints):
-    only(complaints(extra="[rollouts]\nx = 1\n"), r"^rollouts: unknown option; close match: rollout\.")
+    only(complaints(extra="[rollouts]\nx = 1\n"), r"^rollouts: unknown option; close match: rollout\b")
     told = complaints("--set", "train.lrr=1", "--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true")
     # The kernel's tables come first; the rest is bound once they are right.
     only(told, r"^train\.lrr: unknown option; close match: lr")
@@ -292,6 +292,37 @@ def test_rollout_log_probs_as_old_ones_leave_no_gap_to_correct(bound, complaints
     flags = (*plugins, "--corrections", "weigh")
     assert [part.name for part in bound(*flags).algo.corrections] == ["weigh"]
     only(complaints(*flags, "--use-rollout-logprobs"), r'correction "weigh" weighs the gap .* 0 by definition')
+
+
+@pytest.mark.parametrize("name", ["tis", "icepop", "mis"])
+def test_corrections_of_the_engines_gap_and_their_options(bound, complaints, name):
+    run = bound("--corrections", name, *(("--tis-clip", "3") if name == "tis" else ()))
+    (part,) = run.algo.corrections
+    assert part.name == name
+    assert name != "tis" or part.config.tis_clip == 3
+    only(complaints("--corrections", name, "--use-rollout-logprobs"), f'correction "{name}" weighs the gap')
+    assert bound("--set", f'algo.corrections=["{name}", "opsm"]', "--global-batch-size", "16").algo.corrections
+
+
+def test_a_mask_by_how_far_the_policy_has_moved_needs_a_policy_that_has_moved(bound, complaints):
+    """With one optimiser step per rollout batch it would do nothing, and say so in no metric."""
+    only(
+        complaints("--corrections", "opsm"),
+        r'^algo\.corrections: "opsm" weighs how far .* --num-steps-per-rollout 2 or more',
+    )
+    assert bound("--corrections", "opsm", "--global-batch-size", "16").algo.corrections
+    # The engine's log-probs as the old ones differ from the current ones in the first step too.
+    run = bound("--corrections", "opsm", "--use-rollout-logprobs", "--opsm-delta", "1e-3")
+    assert run.algo.corrections[0].config.opsm_delta == 1e-3
+
+
+def test_a_kl_estimator_that_is_named_is_looked_up_although_its_term_is_off(bound, complaints):
+    for flag, key in (("--kl-loss-type", "kl_loss_type"), ("--kl-reward-type", "kl_reward_type")):
+        only(complaints(flag, "k33"), f'^algo\\.{key} = "k33": unknown KL estimator; close match: k3')
+        only(complaints("--set", f"algo.{key}={{name='k2', strength=1}}"), "strength: unknown option")
+        algo = bound(flag, "k2").algo
+        assert (algo.kl_loss, algo.kl_reward) == (None, None)
+    assert bound("--kl-loss-type", "k2", "--kl-loss-coef", "0.1").algo.kl_loss.name == "k2"
 
 
 def test_what_a_backend_says_of_the_models_config(complaints, tmp_path, bound):

@@ -179,26 +179,69 @@ class Weighs(OffPolicyCorrection):
         self.metric = metric
 
     def correct_batch(self, batch, columns):
-        assert columns.loss_weight is not None
-        return BatchCorrection(weights=self.weights, keep=self.keep, metrics={self.metric: self.weights})
+        return BatchCorrection(
+            weights=self.weights, keep=self.keep, metrics={self.metric: self.weights}, step_metrics={"largest": 7.0}
+        )
+
+
+NONE = frozenset()
 
 
 def test_corrections_multiply_and_keep_the_denominators(batch):
     first = Weighs([2, 0.5, 3, np.nan, 1, np.inf], keep=[1, 1, 1, 1, 0, 1])
     second = Weighs([10, 10, 0.1, 0, 10, 0], metric="icepop")
     plain = assign_credit(batch, TokenColumns(), rules(RewardToTokens()))
-    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[first, second]))
+    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[(first, NONE), (second, NONE)]))
     # NaN and inf stand at masked tokens.
     assert made.columns.correction.tolist() == pytest.approx([20, 5, 0.3, 0, 0, 0])
     assert made.columns.loss_weight.tolist() == plain.columns.loss_weight.tolist()
     # Averaged over the original masks, the rejected token with them.
-    assert made.step_metrics == ({"tis": pytest.approx(6.5 / 4), "icepop": pytest.approx(30.1 / 4)},)
+    assert made.step_metrics == ({"tis": pytest.approx(6.5 / 4), "icepop": pytest.approx(30.1 / 4), "largest": 7.0},)
     assert plain.columns.correction is None
 
 
 def test_a_correction_that_is_not_finite_where_it_counts_is_caught(batch):
+    broken = Weighs([1, 1, np.nan, 1, 1, 1])
     with pytest.raises(TrainingError, match="correction weights of sample 1"):
-        assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[Weighs([1, 1, np.nan, 1, 1, 1])]))
+        assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[(broken, NONE)]))
+
+
+class Looks(OffPolicyCorrection):
+    """Says what it was given."""
+
+    def __init__(self):
+        self.columns, self.rollout = set(), None
+
+    def correct_batch(self, batch, columns):
+        self.columns, self.rollout = set(columns.present()), batch.rollout_log_probs
+        return BatchCorrection(weights=np.ones(6, np.float32), keep=np.ones(6, bool))
+
+
+@pytest.mark.parametrize(
+    "needs", [NONE, frozenset({Need.OLD_LOGPROBS}), frozenset({Need.REF_LOGPROBS, Need.ROLLOUT_LOGPROBS})]
+)
+def test_a_correction_gets_what_it_declared_and_the_credit(batch, needs):
+    every = {need.value: np.zeros(6, np.float32) for need in Need if need is not Need.ROLLOUT_LOGPROBS}
+    before, looks = batch.rollout_log_probs.copy(), Looks()
+    # The second time there is a correction already, which is not its business either.
+    assign_credit(batch, TokenColumns(**every), rules(RewardToTokens(), corrections=[(Looks(), needs), (looks, needs)]))
+    given = {need.value for need in needs - {Need.ROLLOUT_LOGPROBS}}
+    assert looks.columns == given | {"advantages", "returns"}
+    assert np.isnan(looks.rollout).all() == (Need.ROLLOUT_LOGPROBS not in needs)
+    np.testing.assert_array_equal(batch.rollout_log_probs, before)
+
+
+def test_a_correction_that_reads_what_it_did_not_declare_fails(batch):
+    class Sneaky(OffPolicyCorrection):
+        def correct_batch(self, batch, columns):
+            gap = columns.old_log_probs - batch.rollout_log_probs
+            return BatchCorrection(weights=np.exp(gap), keep=np.ones(6, bool))
+
+    columns = TokenColumns(old_log_probs=np.zeros(6, np.float32))
+    with pytest.raises(TypeError):
+        assign_credit(batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.ROLLOUT_LOGPROBS}))]))
+    with pytest.raises(TrainingError, match="correction weights of sample 0"):
+        assign_credit(batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.OLD_LOGPROBS}))]))
 
 
 class OverItsMean(OffPolicyCorrection):
@@ -215,7 +258,8 @@ def test_a_correction_sees_one_optimiser_step_at_a_time(make_batch):
     batch = make_batch([(1, 2), (1, 2), (1, 2)])
     batch.rollout_log_probs[:] = [-1, -3, -10, -30, -5, -5]
     # Rollout 0 is step 0, rollouts 1 and 2 are step 1 with two of them, and the last one is short.
-    made = assign_credit(batch, TokenColumns(), rules(None, corrections=[OverItsMean()], rollouts_per_step=2))
+    corrections = [(OverItsMean(), frozenset({Need.ROLLOUT_LOGPROBS}))]
+    made = assign_credit(batch, TokenColumns(), rules(None, corrections=corrections, rollouts_per_step=2))
     assert made.step_of_sample.tolist() == [0, 0, 1]
     mean = (1 + 3 + 10 + 30) / 4
     assert made.columns.correction.tolist() == pytest.approx([1 / mean, 3 / mean, 10 / mean, 30 / mean, 1, 1])

@@ -1,6 +1,7 @@
 """Metrics against enumeration and numbers by hand."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_core.evaluate import set_metrics
-from slime_core.metrics import column_metrics, distribution, pass_at_k, reward_part_metrics, rollout_metrics
+from slime_core.metrics import (
+    column_metrics,
+    distribution,
+    pass_at_k,
+    pass_rate_metrics,
+    repetition_metrics,
+    reward_part_metrics,
+    rollout_metrics,
+    step_metrics,
+    zero_std_metrics,
+)
 
 
 def enumerated(n, correct, k):
@@ -75,6 +86,81 @@ def test_rollout_metrics_of_a_batch_with_nothing_to_train(make_batch):
     assert "rollout/staleness/mean" not in metrics
     assert "rollout/rollout_log_probs" not in metrics
     assert column_metrics(batch, {"log_probs": np.empty(0, np.float32)}) == {}
+
+
+def of_rewards(make_batch, groups, **given):
+    """A batch of one-token answers; `groups` are lists of rewards."""
+    number = [n for n, rewards in enumerate(groups) for _ in rewards]
+    return make_batch([(1, 1)] * len(number), group=number, reward=[r for group in groups for r in group], **given)
+
+
+def test_groups_of_equal_rewards_are_counted_by_reward(make_batch):
+    nan = np.nan
+    batch = of_rewards(
+        make_batch,
+        [
+            [1.0, 1.0],
+            [1.0, 0.0],
+            [0.0, -0.0, 0.0],
+            [1.0, 1.0, nan],
+            [0.3] * 3,
+            [0.32, 0.32],
+            [1.0],
+            [nan, 2.0],
+            [nan, nan],
+            [0.5, 0.5 + 1e-9],
+        ],
+    )
+    assert zero_std_metrics(batch) == {
+        "rollout/zero_std/count_0.0": 1,
+        "rollout/zero_std/count_0.3": 2,
+        "rollout/zero_std/count_1.0": 2,
+    }
+    # Groups are formed by key, not by position.
+    assert zero_std_metrics(batch.take(np.arange(batch.num_samples)[::-1])) == zero_std_metrics(batch)
+    assert "rollout/zero_std/count_1.0" in rollout_metrics(batch, 0)
+
+
+def test_pass_rate_over_groups_with_fail_or_pass(make_batch):
+    batch = of_rewards(make_batch, [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, np.nan]])
+    metrics = pass_rate_metrics(batch)
+    assert metrics["rollout/passrate/pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert metrics["rollout/passrate/pass@2"] == pytest.approx((enumerated(4, 2, 2) + enumerated(4, 1, 2)) / 2)
+    assert metrics["rollout/passrate/pass@4"] == 1
+    assert metrics.items() <= rollout_metrics(batch, 0).items()
+    signed = of_rewards(make_batch, [[1.0, -1.0, -1.0, 1.0], [-1.0, -1.0, 1.0, np.nan]])
+    assert pass_rate_metrics(signed) == metrics
+
+
+def test_a_rollout_of_several_samples_passes_once_and_as_a_whole(make_batch):
+    batch = of_rewards(make_batch, [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], rollout_id=[0, 0, 1, 2, 2, 3])
+    assert pass_rate_metrics(batch) == {"rollout/passrate/pass@1": 0.25, "rollout/passrate/pass@2": 0.5}
+
+
+@pytest.mark.parametrize("groups", [[[1.0, 0.5]], [[1.0, 0.0, -1.0]], [[1.0], [0.0, 1.0]], [[np.nan, np.nan]], []])
+def test_no_pass_rate_without_pass_and_fail(make_batch, groups):
+    assert pass_rate_metrics(of_rewards(make_batch, groups)) == {}
+
+
+def test_rollouts_of_each_optimiser_step(make_batch):
+    # Samples 0 and 1 are one rollout; the last step is short.
+    batch = make_batch([(1, 1)] * 6, rollout_id=[0, 0, 1, 2, 3, 4])
+    assert step_metrics(batch, np.array([0, 0, 0, 1, 1, 2])) == [
+        {"global_batch_size": 2},
+        {"global_batch_size": 2},
+        {"global_batch_size": 1},
+    ]
+
+
+def test_answers_that_repeat_themselves(make_group):
+    rng = np.random.default_rng(0)
+    varied = "".join(chr(c) for c in rng.integers(33, 0x2000, 12_000))
+    texts = ["the cat sat. " * 1000, varied, "the cat sat. " * 700, varied + "na" * 5000, "na" * 5000 + varied, ""]
+    samples = [replace(make_group([1.0]).samples[0], response=text) for text in texts]
+    # Too short to tell is not a repetition, and only the end counts.
+    assert len(texts[2]) < 10_000
+    assert repetition_metrics(samples) == {"rollout/repetition_frac": 2 / 6}
+    assert repetition_metrics([]) == {}
 
 
 def test_column_metrics_are_means_over_trained_tokens(make_batch):

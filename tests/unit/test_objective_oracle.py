@@ -134,7 +134,7 @@ def make_data(gap, *, garbage=False):
 
 
 def build(run, **changes):
-    spec = ObjectiveSpec.of_actor(run.algo, run.steps_per_rollout)
+    spec = ObjectiveSpec.of(run.roles[0])
     spec = replace(spec, **{"old_from_current": False, **changes})
     return spec.build(Agreement.of(run.parts, run.registry.plugin_files), run.registry)
 
@@ -297,7 +297,7 @@ def test_old_log_probs_from_the_current_ones_equal_the_explicit_column(bound, ba
     data = make_data(0.3)
     data["old"] = data["l"]
     run = bound("--algo", algo, *FLAGS, "--kl-loss-coef", "0.1", "--use-unbiased-kl")
-    assert ObjectiveSpec.of_actor(run.algo, 1).old_from_current
+    assert ObjectiveSpec.of(run.roles[0]).old_from_current
     explicit = run_micros(build(run), batch, credited(run, batch, data), data, WHOLE)
     columns = replace(credited(run, batch, data), old_log_probs=None)
     current = run_micros(build(run, old_from_current=True), batch, columns, data, WHOLE)
@@ -317,7 +317,7 @@ def test_old_log_probs_from_the_current_ones_equal_the_explicit_column(bound, ba
 )
 def test_old_log_probs_are_scored_where_the_current_ones_might_differ(bound, flags):
     run = bound(*FLAGS, *flags)
-    assert not ObjectiveSpec.of_actor(run.algo, run.steps_per_rollout).old_from_current
+    assert not ObjectiveSpec.of(run.roles[0]).old_from_current
 
 
 # --- Numbers by hand --------------------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
 """All ranks as one: what goes out to data-parallel shards and context-parallel parts comes back in the batch's order."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits
+from slime_core.config.roles import RolePlan, Scoring
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.backend import Layout
+from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
+from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
+from slime_core.launch.devices import Devices
 from slime_core.launch.trainers import TrainerLimits, Trainers
 from slime_core.learner import Learner, LearnerPlan
 from slime_core.objective.credit import CreditRules
@@ -220,28 +226,48 @@ async def test_calls_reach_every_rank(tmp_path):
 
 
 class FakeTrainers:
-    """Scores are what `scores` says; steps are skipped as `skips` says."""
+    """Scores are what `scores` says; steps are skipped as `skips` says. Every call is written into `log`."""
 
-    def __init__(self, scores=None, skips=()):
+    def __init__(self, scores=None, skips=(), *, name="actor", log=None, output="log_probs"):
         self.scores, self.skips = scores or {}, list(skips)
+        self.name, self.output = name, output
+        self.log = [] if log is None else log
         self.asked, self.trained, self.called = [], [], []
+        self.inside = False
+
+    @contextlib.asynccontextmanager
+    async def turn(self):
+        self.inside = True
+        yield
+        self.inside = False
 
     def dispatch(self, batch, steps):
         self.batch, self.steps = batch, steps
         return type("Dispatch", (), {"batch": batch})
 
     async def score(self, dispatch, *, weights):
+        assert self.inside
+        self.log.append((self.name, "score", weights))
         self.asked.append(weights)
         default = np.full(len(dispatch.batch.mask), -1, np.float32)
-        return {"log_probs": self.scores.get(weights, default)}
+        return {self.output: self.scores.get(weights, default)}
 
     async def train(self, dispatch, columns):
+        assert self.inside
+        self.log.append((self.name, "train"))
         self.trained.append(columns)
         count = int(self.steps.max()) + 1
         return [{"loss": 1.0, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
 
     async def each(self, method, *args):
+        assert self.inside
         self.called.append((method, *args))
+
+
+OLD = Scoring(column=Need.OLD_LOGPROBS, output="log_probs")
+REF = Scoring(column=Need.REF_LOGPROBS, output="log_probs", weights="reference")
+VALUES = Scoring(column=Need.VALUES, output="values", by_others=True)
+ACTOR_COLUMNS = frozenset({"loss_weight", "advantages", "returns", "old_log_probs", "ref_log_probs", "correction"})
 
 
 def plan(**changes):
@@ -250,11 +276,14 @@ def plan(**changes):
         aggregation=Aggregation.SEQ_MEAN,
         rollouts_per_step=changes.pop("per_step", 4),
         max_response_len=8,
+        corrections=changes.pop("corrections", ()),
     )
+    scoring = changes.pop("scoring", (OLD,))
+    actor = RolePlan(name="actor", scoring=scoring, columns=ACTOR_COLUMNS, corrected=True)
+    actor = replace(actor, refreshed_copies=("reference",) if REF in scoring else ())
     given = {
-        "score_old": True,
+        "roles": (actor,),
         "old_from_rollout": False,
-        "score_reference": False,
         "rules": rules,
         "rollouts_per_batch": 4,
         "train_short_batch": False,
@@ -266,6 +295,7 @@ def plan(**changes):
 
 def learner(trainers, **changes):
     events = []
+    trainers = trainers if isinstance(trainers, dict) else {"actor": trainers}
     return Learner(trainers, plan(**changes), on_batch=lambda *event: events.append(event)), events
 
 
@@ -280,23 +310,23 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     report = await made.train(7, groups, 3)
     assert report.version == 4
     assert trainers.asked == ["actor"]
-    assert report.steps == ({"train/loss": 1.0, "train/skipped_steps": 0.0},)
+    assert report.steps == ({"train/global_batch_size": 4.0, "train/loss": 1.0, "train/skipped_steps": 0.0},)
     assert report.rollout["rollout/raw_reward"] == 0.5
     assert report.rollout["rollout/log_probs"] == -1
     assert report.perf["perf/train_tokens"] == 16
     ((rollout_id, version, batch, columns),) = events
     assert (rollout_id, version, batch.num_samples) == (7, 3, 4)
-    assert columns is trainers.trained[0]
+    assert columns.loss_weight is trainers.trained[0].loss_weight
     assert columns.loss_weight.tolist() == [0.125] * 8
 
 
 @pytest.mark.parametrize(
     ("changes", "asked", "given"),
     [
-        ({"score_old": False}, [], []),
-        ({"score_old": False, "score_reference": True}, ["reference"], ["ref_log_probs"]),
-        ({"score_reference": True}, ["actor", "reference"], ["old_log_probs", "ref_log_probs"]),
-        ({"score_old": False, "old_from_rollout": True}, [], ["old_log_probs"]),
+        ({"scoring": ()}, [], []),
+        ({"scoring": (REF,)}, ["reference"], ["ref_log_probs"]),
+        ({"scoring": (OLD, REF)}, ["actor", "reference"], ["old_log_probs", "ref_log_probs"]),
+        ({"scoring": (), "old_from_rollout": True}, [], ["old_log_probs"]),
     ],
 )
 async def test_only_what_is_needed_is_scored(groups, changes, asked, given):
@@ -337,13 +367,189 @@ async def test_skipped_steps_in_a_row_end_the_run(groups):
     made, _ = learner(FakeTrainers(skips=[1, 0, 1, 0, 1, 1]), per_step=2)
     await made.train(0, groups, 0)
     await made.train(1, groups, 1)
-    with pytest.raises(TrainingError, match=r"2 optimiser steps in a row .*--max-skipped-steps 1"):
+    with pytest.raises(TrainingError, match=r"2 optimiser steps of the actor in a row .*--max-skipped-steps 1"):
         await made.train(2, groups, 2)
 
 
 async def test_the_reference_is_refreshed_when_due(groups):
     trainers = FakeTrainers()
-    made, _ = learner(trainers, score_reference=True, ref_update_interval=2)
+    made, _ = learner(trainers, scoring=(OLD, REF), ref_update_interval=2)
     for step in range(4):
         await made.train(step, groups, step)
     assert trainers.called == [("refresh_copy", "reference")] * 2
+
+
+# --- Several roles ----------------------------------------------------------------------------------------------------
+
+
+def two_roles(*, idle_steps=0, actor_scoring=(OLD,), values=None, skips=()):
+    log = []
+    trainers = {
+        "actor": FakeTrainers(name="actor", log=log),
+        "critic": FakeTrainers(
+            {"actor": np.zeros(8, np.float32) if values is None else values},
+            skips,
+            name="critic",
+            log=log,
+            output="values",
+        ),
+    }
+    roles = (
+        RolePlan(name="actor", idle_steps=idle_steps, scoring=actor_scoring, columns=ACTOR_COLUMNS, corrected=True),
+        RolePlan(
+            name="critic",
+            metric_prefix="critic-",
+            scoring=(VALUES,),
+            columns=frozenset({"loss_weight", "advantages", "returns", "values"}),
+        ),
+    )
+    return trainers, roles, log
+
+
+class Halve(OffPolicyCorrection):
+    def correct_batch(self, batch, columns):
+        assert columns.old_log_probs is not None
+        return BatchCorrection(
+            weights=np.full(len(batch.mask), 0.5, np.float32),
+            keep=np.ones(len(batch.mask), np.bool_),
+            metrics={"halved": np.ones(len(batch.mask))},
+        )
+
+
+HALVE = ((Halve(), frozenset({Need.OLD_LOGPROBS})),)
+
+
+async def test_roles_are_scored_in_order_and_trained_the_other_way_round(groups):
+    trainers, roles, log = two_roles()
+    made, events = learner(trainers, roles=roles, corrections=HALVE)
+    report = await made.train(0, groups, 0)
+    assert log == [
+        ("actor", "score", "actor"), ("critic", "score", "actor"), ("critic", "train"), ("actor", "train")
+    ]  # fmt: skip
+    # Each sees what its loss reads: the critic no log-probs and no correction, the actor no values.
+    (of_actor,), (of_critic,) = trainers["actor"].trained, trainers["critic"].trained
+    assert set(of_actor.present()) == {"loss_weight", "old_log_probs", "correction"}
+    assert set(of_critic.present()) == {"loss_weight", "values"}
+    assert {"values", "old_log_probs", "correction"} <= set(events[0][3].present())
+    assert of_actor.loss_weight.tolist() == of_critic.loss_weight.tolist()
+    (step,) = report.steps
+    assert step == {
+        "train/global_batch_size": 4.0, "train/halved": 1.0,
+        "train/loss": 1.0, "train/skipped_steps": 0.0, "train/critic-loss": 1.0, "train/critic-skipped_steps": 0.0,
+    }  # fmt: skip
+    assert report.rollout["rollout/values"] == 0
+    assert report.rollout["rollout/log_probs"] == -1
+    assert {"perf/actor_train_time", "perf/critic_train_time", "perf/train_tok_per_s"} <= set(report.perf)
+
+
+async def test_an_idle_role_is_neither_trained_nor_scored_for_itself(groups):
+    trainers, roles, log = two_roles(idle_steps=2)
+    made, _ = learner(trainers, roles=roles, corrections=HALVE)
+    for rollout_id in range(3):
+        report = await made.train(rollout_id, groups, rollout_id)
+        assert report.version == rollout_id + 1
+    of_critic_alone = [("critic", "score", "actor"), ("critic", "train")]
+    assert log[:4] == of_critic_alone * 2
+    assert log[4:] == [("actor", "score", "actor"), *of_critic_alone, ("actor", "train")]
+    assert "correction" not in trainers["critic"].trained[0].present()
+
+
+async def test_metrics_of_a_step_that_trains_one_role_are_that_roles(groups):
+    trainers, roles, _ = two_roles(idle_steps=1)
+    made, _ = learner(trainers, roles=roles, corrections=HALVE, per_step=2)
+    report = await made.train(0, groups, 0)
+    assert len(report.steps) == 2
+    for step in report.steps:
+        assert set(step) == {"train/global_batch_size", "train/critic-loss", "train/critic-skipped_steps"}
+    assert "rollout/log_probs" not in report.rollout
+    assert "perf/actor_train_time" not in report.perf
+
+
+async def test_what_others_read_is_scored_in_idle_steps_too(groups):
+    """The KL in the reward needs the log-probs of a policy that is not trained yet."""
+    scoring = (replace(OLD, by_others=True), REF)
+    trainers, roles, log = two_roles(idle_steps=1, actor_scoring=scoring)
+    made, _ = learner(trainers, roles=roles)
+    await made.train(0, groups, 0)
+    assert log == [("actor", "score", "actor"), ("critic", "score", "actor"), ("critic", "train")]
+
+
+async def test_values_that_are_not_finite_stop_the_run(groups):
+    values = np.zeros(8, np.float32)
+    values[5] = np.inf
+    trainers, roles, _ = two_roles(values=values)
+    made, _ = learner(trainers, roles=roles)
+    with pytest.raises(TrainingError, match=r"values of sample 2 \(group 1\) are not finite"):
+        await made.train(0, groups, 0)
+
+
+async def test_skipped_steps_are_counted_for_each_role(groups):
+    trainers, roles, _ = two_roles(skips=[1, 1])
+    made, _ = learner(trainers, roles=roles)
+    await made.train(0, groups, 0)
+    with pytest.raises(TrainingError, match=r"2 optimiser steps of the critic in a row .* lower --critic-lr"):
+        await made.train(1, groups, 1)
+
+
+class Sleeper:
+    """Tells of every sleep and wake, and whether two of them are ever awake at once."""
+
+    def __init__(self, name, log, *, awake=True):
+        self.name, self.log, self.awake = name, log, awake
+
+    async def each(self, method):
+        await asyncio.sleep(0)
+        assert self.awake == (method == "sleep"), (self.name, method)
+        self.awake = method == "wake"
+        self.log.append(f"{method} {self.name}")
+
+
+async def work(devices, sleeper):
+    async with devices.turn(sleeper):
+        sleeper.log.append(f"begin {sleeper.name}")
+        await asyncio.sleep(0.01)
+        assert sleeper.awake
+        sleeper.log.append(f"end {sleeper.name}")
+
+
+async def test_roles_that_share_devices_take_turns():
+    log = []
+    devices = Devices()
+    actor, critic = Sleeper("actor", log), Sleeper("critic", log)
+    await devices.settle(actor)
+    await asyncio.gather(work(devices, actor), work(devices, critic))
+    assert log == ["begin actor", "end actor", "begin critic", "end critic"]
+
+
+async def test_roles_with_devices_of_their_own_work_at_once():
+    log = []
+    await asyncio.gather(*(work(Devices(), Sleeper(name, log)) for name in ("actor", "critic")))
+    assert log == ["begin actor", "begin critic", "end actor", "end critic"]
+
+
+async def test_with_offload_the_others_sleep_and_devices_change_hands_twice_a_step():
+    log = []
+    devices = Devices(offload=True)
+    actor, critic = Sleeper("actor", log), Sleeper("critic", log)
+    for sleeper in (actor, critic):
+        await devices.settle(sleeper)
+    assert not actor.awake
+    assert not critic.awake
+    log.clear()
+    for _ in range(2):
+        # A step: scored in order, trained the other way round, then the policy is published.
+        for sleeper in (actor, critic, critic, actor, actor):
+            await work(devices, sleeper)
+            assert [actor.awake, critic.awake].count(True) == 1
+    changes = [line for line in log if not line.startswith(("begin", "end"))]
+    assert changes == ["wake actor", *["sleep actor", "wake critic", "sleep critic", "wake actor"] * 2]
+
+
+async def test_a_failure_inside_a_turn_lets_the_next_one_in():
+    log = []
+    devices = Devices()
+    with pytest.raises(TrainingError):
+        async with devices.turn(Sleeper("actor", log)):
+            raise TrainingError("broke")
+    await work(devices, Sleeper("critic", log))
+    assert log == ["begin critic", "end critic"]

@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from slime_core.batch.assemble import assemble
+from slime_core.batch.denominators import loss_weights
+from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import FilterDecision
+from slime_core.rollout.accepted import judge, marked
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
-from slime_filters.plugin import Length, NonzeroStd, PassRateBand
+from slime_filters.plugin import Length, NonzeroStd, OverlongFilter, PassRateBand
 
 KEEP = FilterDecision(keep=True)
 PROMPT = Prompt(group_index=0, text="q", token_ids=np.array([1], np.int32))
@@ -114,6 +120,31 @@ def test_length(lengths: list[int], truncated: int, reason: str) -> None:
     chosen = Length.build(Length.Config(min_response_len=2, max_response_len=8, max_truncated_ratio=0.5))
     decision = chosen.decide(group([None] * len(lengths), lengths, truncated))
     assert decision == (FilterDecision(keep=False, reason=reason) if reason else KEEP)
+
+
+@pytest.mark.parametrize(("truncated", "untrained"), [(0, ()), (2, (0, 1)), (3, (0, 1, 2))])
+def test_overlong_filter_keeps_every_group_and_names_its_cut_answers(
+    truncated: int, untrained: tuple[int, ...]
+) -> None:
+    chosen = OverlongFilter.build(OverlongFilter.Config())
+    decision = chosen.decide(group([1.0, 0.0, None], truncated=truncated))
+    assert decision == FilterDecision(keep=True, untrained=untrained)
+
+
+def test_a_cut_answer_trains_nothing_and_counts_in_its_group() -> None:
+    """Three answers of 2, 4 and 3 tokens, the first cut off: mask 0 before anything is divided by."""
+    finished = group([0.0, 1.0, 1.0], [2, 4, 3], truncated=1)
+    samples = tuple(replace(s, loss_mask=np.ones(len(s.loss_mask), np.uint8)) for s in finished.samples)
+    finished = replace(finished, samples=samples)
+    decision = judge(finished, [OverlongFilter.build(OverlongFilter.Config())], insufficient=False)
+    batch = assemble([marked(finished, decision.untrained)])
+    assert batch.mask.tolist() == [0] * 2 + [1] * 7
+    assert batch.reward.tolist() == [0.0, 1.0, 1.0]
+    assert batch.truncated.tolist() == [True, False, False]
+    steps = np.zeros(3, np.int64)
+    assert loss_weights(batch, steps, Aggregation.TOKEN_MEAN, 8)[2:].tolist() == [np.float32(1 / 7)] * 7
+    # Its rollout still counts where rollouts are averaged.
+    assert loss_weights(batch, steps, Aggregation.SEQ_MEAN, 8)[2:].sum() == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

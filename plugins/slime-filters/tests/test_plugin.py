@@ -13,6 +13,7 @@ KINDS = {
     "nonzero_std": (FilterDriver, GroupFilter, {}),
     "pass_rate_band": (FilterDriver, GroupFilter, {}),
     "length": (FilterDriver, GroupFilter, {"max_response_len": 8}),
+    "overlong_filter": (FilterDriver, GroupFilter, {}),
     "priority": (BufferFilterDriver, BufferFilter, {}),
     "fresh_first": (BufferFilterDriver, BufferFilter, {}),
 }

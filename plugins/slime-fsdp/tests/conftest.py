@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -231,6 +232,24 @@ def folders(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def adapters(folders, tmp_path_factory):
+    """Folders as peft writes them, A and B both far from zero."""
+    made = {}
+
+    def adapter(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(11)
+            names = ["q_proj", "v_proj", "o_proj"] + ([] if family == "qwen3_moe" else ["up_proj", "down_proj"])
+            config = LoraConfig(r=3, lora_alpha=6, target_modules=names, init_lora_weights=False)
+            base = transformers.AutoModelForCausalLM.from_pretrained(folders(family))
+            made[family] = tmp_path_factory.mktemp(f"{family}_adapter")
+            get_peft_model(base, config).save_pretrained(made[family])
+        return made[family]
+
+    return adapter
+
+
 @pytest.fixture
 def samples():
     return make_samples()
@@ -289,14 +308,17 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="session")
-def run_two_ranks(folders, tmp_path_factory):
+def run_two_ranks(folders, adapters, tmp_path_factory):
     def run(device: str) -> TwoRanks:
         out = tmp_path_factory.mktemp(f"{device}_ranks")
         broken = shutil.copytree(folders("qwen3"), out / "broken")
         weights = broken / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:2000])
+        transformers.AutoModelForCausalLM.from_pretrained(folders("qwen3"), dtype=torch.bfloat16).save_pretrained(
+            out / "half"
+        )
         script = Path(__file__).with_name("two_ranks.py")
-        arguments = [device, str(out), str(folders("qwen3")), str(folders("mistral"))]
+        arguments = [device, str(out), str(folders("qwen3")), str(folders("mistral")), str(adapters("qwen3"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=240
@@ -310,10 +332,12 @@ def run_two_ranks(folders, tmp_path_factory):
 class Oracle:
     """transformers alone, in float64, one padded batch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, experts_implementation="eager"
         ).eval()
+        if adapter is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True).double().eval()
 
     def __call__(self, samples, temperature: float = 0.7):
         """Log-probs and entropies of each response, a list of (R,) each."""
@@ -348,4 +372,4 @@ class Oracle:
 
 @pytest.fixture
 def oracle(folders):
-    return lambda family: Oracle(folders(family))
+    return lambda family, adapter=None: Oracle(family if isinstance(family, Path) else folders(family), adapter)

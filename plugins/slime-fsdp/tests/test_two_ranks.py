@@ -109,3 +109,48 @@ def test_a_value_head_on_two_ranks(ranks, folders, start, pack, samples):
 def test_a_broken_folder_is_reported_by_every_rank(ranks):
     for rank in range(2):
         assert str(ranks.folder / "broken") in (ranks.folder / f"broken.{rank}.txt").read_text()
+
+
+def test_adapters_on_two_ranks(ranks, folders, adapters, start, pack, samples, weights_of, sequence_policy, sgd):
+    backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, sgd)
+    before = backend.score([pack(samples)])[0].log_probs
+    start_weights = weights_of(backend)
+    report = backend.train_step([pack(samples)], sequence_policy())
+    saved = ranks("lora")
+    assert_same_step(saved[0]["weights"], (None, start_weights, weights_of(backend)))
+    assert totals(saved) == pytest.approx(report.sums, rel=1e-5)
+    after = backend.score([pack(samples)])[0].log_probs
+    plain = start(folders("qwen3")).score([pack(samples)])[0].log_probs
+    for part in saved:
+        assert part["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-5)
+        np.testing.assert_allclose(part["before"], before, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(part["after"], after, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(part["reference"], plain, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(part["again"], part["after"])
+        np.testing.assert_array_equal(part["refreshed"], part["after"])
+        np.testing.assert_allclose(part["other"], part["after"], rtol=1e-5, atol=1e-5)
+    hf = load_file(ranks.folder / "lora_hf" / "model.safetensors")
+    assert all(torch.equal(weight, hf[name]) for name, weight in saved[0]["weights"].items())
+
+
+def test_resumed_adapters_on_two_ranks_are_exact(ranks, folders, adapters, start, sgd, weights_of):
+    middle, straight, resumed = (ranks(name)[0]["weights"] for name in ("lora", "lora_straight", "lora_resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert not all(torch.equal(straight[name], middle[name]) for name in straight)
+    options = {"lora_adapter_path": str(adapters("qwen3"))}
+    copies = {"reference": folders("qwen3"), "other": ranks.folder / "hf"}
+    backend = start(folders("qwen3"), options, sgd, copies=copies)
+    backend.load(ranks.folder / "lora_checkpoint")
+    assert all(torch.equal(weight, middle[name]) for name, weight in weights_of(backend).items())
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_float32_adapters_over_a_bfloat16_base(head, ranks):
+    one, other = ranks(f"lora_half_{head}")
+    np.testing.assert_array_equal(one["scores"], other["scores"])
+    assert all(later < sooner for sooner, later in zip(one["losses"], one["losses"][1:], strict=False))
+    original = load_file(ranks.folder / "half" / "model.safetensors")
+    saved = load_file(ranks.folder / f"lora_half_{head}_hf" / "model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
+    for name, weight in original.items():
+        assert torch.equal(saved[name], weight) == ("proj" not in name), name

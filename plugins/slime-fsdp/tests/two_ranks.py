@@ -1,7 +1,7 @@
 """Run as a script: everything that needs two ranks, each part saved for the tests to look at. On the CPU the ranks are
 forked after the imports, which take longer than all the rest; CUDA does not survive a fork.
 
-usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER
+usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER ADAPTER_FOLDER
 """
 
 import random
@@ -24,6 +24,7 @@ class Run:
     out: Path
     model: Path
     sliding_window: Path
+    adapter: Path
 
     def begin(self, name, options=None, optimizer=None, **setup):
         rendezvous = f"file://{self.out / name}.rendezvous"
@@ -139,6 +140,66 @@ def value_head(run):
     backend.close()
 
 
+def adapters(run):
+    """The reference is the folder that the adapters are trained on, `other` a copy with weights of its own."""
+    samples = make_samples()
+    own = run.out / "hf"
+    options = {"lora_adapter_path": str(run.adapter)}
+    backend = run.begin("lora", options, SGD, copies={"reference": run.model, "other": own})
+    mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
+    before = backend.score([pack(samples)])[0].log_probs
+    report = backend.train_step([pack(part) for part in mine], SequencePolicy())
+    after = backend.score([pack(samples)])[0].log_probs
+    reference = backend.score([pack(samples)], weights="reference")[0].log_probs
+    again = backend.score([pack(samples)])[0].log_probs
+    for name in ("reference", "other"):
+        backend.refresh_copy(name)
+    refreshed = backend.score([pack(samples)], weights="reference")[0].log_probs
+    other = backend.score([pack(samples)], weights="other")[0].log_probs
+    backend.save_hf(run.out / "lora_hf")
+    (run.out / "lora_checkpoint").mkdir(exist_ok=True)
+    backend.save(run.out / "lora_checkpoint")
+    run.keep(
+        "lora",
+        backend,
+        **numbers(report),
+        before=before,
+        after=after,
+        reference=reference,
+        again=again,
+        refreshed=refreshed,
+        other=other,
+    )
+    backend.train_step([pack(part) for part in mine], SequencePolicy())
+    run.keep("lora_straight", backend)
+    backend.load(run.out / "lora_checkpoint")
+    backend.train_step([pack(part) for part in mine], SequencePolicy())
+    run.keep("lora_resumed", backend)
+    backend.close()
+
+
+def half_precision_adapters(run):
+    """Adapters in float32 over a bfloat16 base, sharded together; the critic's head too."""
+    samples = make_samples()
+    for head in ("lm", "value"):
+        backend = run.begin(
+            f"lora_half_{head}",
+            {"precision": "bfloat16", "lora_rank": 2, "reshard_after_forward": False},
+            model_path=run.out / "half",
+            head=head,
+        )
+        reports = [backend.train_step([pack(samples)], SequencePolicy(reads_values=head == "value")) for _ in range(3)]
+        scores = backend.score([pack(samples)])[0]
+        backend.save_hf(run.out / f"lora_half_{head}_hf")
+        run.keep(
+            f"lora_half_{head}",
+            backend,
+            losses=[report.sums["loss"] for report in reports],
+            scores=scores.log_probs if head == "lm" else scores.values,
+        )
+        backend.close()
+
+
 def broken_folder(run):
     broken = run.out / "broken"
     try:
@@ -168,6 +229,8 @@ def main(rank, device, *folders):
         resume,
         value_head,
         half_precision,
+        adapters,
+        half_precision_adapters,
         broken_folder,
     )
     for part in parts:

@@ -132,6 +132,30 @@ def test_a_recipe_must_name_parts_that_exist(site):
     assert loss.startswith('loss = "clips": unknown loss; close match: clipped')
 
 
+def test_a_recipe_must_name_a_loss_for_each_of_its_roles(site):
+    source = """
+def flat(inputs): ...
+def recipe(*roles, **options):
+    return Recipe(summary="Mine.", paper="None.", advantage="flat", loss="mine", roles=roles, options=options)
+GOOD, NONE = recipe("critic", critic_loss="mine"), recipe("critic")
+WRONG, OTHER = recipe("critic", critic_loss="mined"), recipe("judge")
+"""
+    found = check(
+        site,
+        {
+            groups.LOSSES: {"mine": "acme_check:Good"},
+            groups.ADVANTAGES: {"flat": "acme_check:flat"},
+            groups.ALGORITHMS: {name: f"acme_check:{name.upper()}" for name in ("good", "none", "wrong", "other")},
+        },
+        source,
+    )
+    good, none, wrong, other = (found[groups.ALGORITHMS, name] for name in ("good", "none", "wrong", "other"))
+    assert good == ()
+    assert none == ("the recipe trains a critic, and its options have no critic_loss",)
+    assert wrong[0].startswith('critic_loss = "mined": unknown loss; close match: mine')
+    assert other == ('the recipe trains a role "judge"; there is critic',)
+
+
 @pytest.mark.parametrize(
     ("requires", "said"),
     [

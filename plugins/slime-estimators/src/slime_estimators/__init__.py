@@ -1,3 +1,3 @@
-"""Per-token KL estimators for slime."""
+"""KL estimators and off-policy corrections for slime."""
 
 __version__ = "0.1.0"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from pydantic import Field, model_validator
 
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import Example, FilterExample
 from slime_core.contracts.filter import BufferFilter, BufferFilterDriver, FilterDriver, GroupFilter
 
 
@@ -109,6 +113,23 @@ class Length(FilterDriver):
             keep_when_insufficient=config.keep_when_insufficient,
         )
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [
+            Example(options={"min_response_len": 1, "max_response_len": 8}),
+            Example(options={"max_truncated_ratio": 0.5, "keep_when_insufficient": True}),
+        ]
+
+
+class OverlongFilter(FilterDriver):
+    """Keeps all groups, but does not train on answers that were cut off at the length limit."""
+
+    @classmethod
+    def build(cls, config: DriverConfig) -> GroupFilter:
+        from slime_filters import overlong_filter
+
+        return overlong_filter.OverlongFilter()
+
 
 class Priority(BufferFilterDriver):
     """Takes from the buffer by a number in the prompts' metadata, highest first."""
@@ -120,6 +141,13 @@ class Priority(BufferFilterDriver):
         from slime_filters.priority import PriorityFilter
 
         return PriorityFilter(key=config.key, default=config.default)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [
+            FilterExample(metadata=({"priority": 1}, {"priority": 3.5}, {"priority": -2})),
+            FilterExample(options={"default": 0.0}, metadata=({}, {"priority": 1})),
+        ]
 
 
 class FreshFirst(BufferFilterDriver):

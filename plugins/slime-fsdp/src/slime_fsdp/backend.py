@@ -22,15 +22,15 @@ from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_core.types.weights import Bucket
 from slime_fsdp import checkpoint
+from slime_fsdp.adapters import copy_trained, replaced, values_without_effect
 from slime_fsdp.attention import AttentionPlan, plan_attention
-from slime_fsdp.export import buckets_of, whole_tensors, write_folder
+from slime_fsdp.export import base_shapes, buckets_of, copy_weights, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.log_probs import EntropyMode
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
-    local,
     make_optimizer,
     move_optimizer,
     optimizer_tensors,
@@ -55,6 +55,8 @@ class _Trainer:
     model: PackedModel
     optimizer: torch.optim.Optimizer
     copies: dict[str, PackedModel]
+    adapter_copies: dict[str, dict[str, Tensor]]
+    """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
 
@@ -94,6 +96,11 @@ class FsdpBackend(TrainBackend):
         layout = Fsdp.layout(config, setup.rank, setup.world_size)
         torch.manual_seed(setup.seed + layout.dp_rank)
         model = build_model(folder, config, placement, seed=setup.seed, trained=True)
+        on_base = {
+            name
+            for name, copy in copy_folders.items()
+            if model.adapters is not None and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
+        }
         self._trainer = _Trainer(
             setup=setup,
             layout=layout,
@@ -105,13 +112,24 @@ class FsdpBackend(TrainBackend):
             copies={
                 name: build_model(copy, config, placement, seed=setup.seed, trained=False)
                 for name, copy in copy_folders.items()
+                if name not in on_base
             },
+            adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
             refreshed=set(),
         )
         return layout
 
     def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
-        model = self._ready.model if weights == ACTOR else self._copy(weights)
+        trainer = self._ready
+        if weights == ACTOR:
+            return self._score(trainer.model, micros, entropy)
+        self._check_copy(weights)
+        if weights in trainer.copies:
+            return self._score(trainer.copies[weights], micros, entropy)
+        with replaced(trainer.model.model, trainer.adapter_copies[weights]):
+            return self._score(trainer.model, micros, entropy)
+
+    def _score(self, model: PackedModel, micros: Sequence[MicroBatch], entropy: bool) -> list[Scores]:
         mode: EntropyMode = "metric" if entropy else "none"
         parts: list[tuple[MicroBatch, Outputs]] = []
         with torch.no_grad():
@@ -208,11 +226,10 @@ class FsdpBackend(TrainBackend):
         for shard in trainer.model.shards():
             shard.set_requires_gradient_sync(each or last, recurse=False)
 
-    def _copy(self, name: str) -> PackedModel:
-        copies = self._ready.copies
+    def _check_copy(self, name: str) -> None:
+        copies = [*self._ready.copies, *self._ready.adapter_copies]
         if name not in copies:
             raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *copies]))
-        return copies[name]
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
         trainer = self._ready
@@ -233,33 +250,43 @@ class FsdpBackend(TrainBackend):
         trainer = self._ready
         manifest = checkpoint.read_manifest(folder)
         for name in manifest.copies:
-            self._copy(name)
+            self._check_copy(name)
         checkpoint.read(folder, manifest, self._tensors(manifest.copies), trainer.ranks)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
 
     def _tensors(self, copies: Sequence[str]) -> dict[str, Tensor]:
-        """Everything a checkpoint holds besides random state; loading writes into the same tensors."""
+        """Everything a checkpoint holds besides random state; loading writes into the same tensors. The base of adapters
+        is in its own folder."""
         trainer = self._ready
         names = {id(parameter): name for name, parameter in trainer.model.model.named_parameters()}
         state = trainer.model.model.state_dict()
-        tensors = {f"model.{name}": state[name] for name in trainer.model.weight_names()}
+        kept = trainer.model.weight_names()
+        if trainer.model.adapters is not None:
+            frozen = {name for name, parameter in trainer.model.model.named_parameters() if not parameter.requires_grad}
+            pass
+        tensors = {f"model.{name}": state[name] for name in kept}
         tensors |= optimizer_tensors(trainer.optimizer, names)
         for copy in copies:
+            if copy in trainer.adapter_copies:
+                tensors |= {f"copy.{copy}.{name}": value for name, value in trainer.adapter_copies[copy].items()}
+                continue
             state = trainer.copies[copy].model.state_dict()
             tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names()}
         return tensors
 
     def refresh_copy(self, name: str) -> None:
         trainer = self._ready
-        copy = self._copy(name).model.state_dict()
-        state = trainer.model.model.state_dict()
-        wrong = [key for key in copy if key not in state or state[key].shape != copy[key].shape]
-        if wrong or len(copy) != len(state):
-            raise ModelError(f'weights "{name}": another architecture than the trained one, so it cannot be refreshed.')
-        with torch.no_grad():
-            for key, tensor in copy.items():
-                local(tensor).copy_(local(state[key]))
+        self._check_copy(name)
+        if name in trainer.adapter_copies:
+            copy_trained(trainer.model.model, trainer.adapter_copies[name])
+        else:
+            copy = trainer.copies[name]
+            if base_shapes(copy) != base_shapes(trainer.model):
+                raise ModelError(
+                    f'weights "{name}": another architecture than the trained one, so it cannot be refreshed.'
+                )
+            copy_weights(trainer.model, copy)
         trainer.refreshed.add(name)
 
     def sleep(self) -> None:
@@ -280,6 +307,8 @@ class FsdpBackend(TrainBackend):
         trainer.optimizer.zero_grad(set_to_none=True)
         for model in (trainer.model, *trainer.copies.values()):
             model.to(device)
+        for values in trainer.adapter_copies.values():
+            values.update({name: value.to(device) for name, value in values.items()})
         move_optimizer(trainer.optimizer, device)
 
     def close(self) -> None:

@@ -17,12 +17,15 @@ import huggingface_hub
 import numpy as np
 import torch
 import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.types.weights import Bucket
+from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
+from slime_fsdp.optimizer import local
 from slime_fsdp.packed_model import PackedModel
 
 LAYER = re.compile(r"^.*?\.\d+\.")
@@ -31,16 +34,58 @@ LAYER = re.compile(r"^.*?\.\d+\.")
 def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
     """The model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters come as
     `dtype`, buffers as they are."""
+    parameters = {base_name(name) for name, _ in packed.model.named_parameters(remove_duplicate=False)}
+    for layer in merged_layers(packed, keep=keep):
+        if layer is None:
+            yield None
+            continue
+        stored = {name: tensor.to(dtype) if name in parameters else tensor for name, tensor in layer.items()}
+        yield revert_weight_conversion(packed.model, stored)
+
+
+def merged_layers(packed: PackedModel, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
+    """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are."""
     state = packed.model.state_dict()
-    parameters = {name for name, _ in packed.model.named_parameters(remove_duplicate=False)}
     for _, names in groupby(packed.weight_names(), key=layer_of):
         layer: dict[str, Tensor] = {}
         for name in names:
-            tensor = state[name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = whole(state[name])
             if keep:
-                layer[name] = whole.to(dtype) if name in parameters else whole
-        yield revert_weight_conversion(packed.model, layer) if keep else None
+                layer[name] = tensor
+        if keep and packed.adapters is not None:
+            layer = packed.adapters.merge(layer)
+        yield layer if keep else None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def base_shapes(packed: PackedModel) -> dict[str, torch.Size]:
+    """Of what `merged_layers` gives."""
+    state = packed.model.state_dict()
+    return {base_name(name): state[name].shape for name in packed.weight_names() if not is_adapter(name)}
+
+
+def copy_weights(source: PackedModel, target: PackedModel) -> None:
+    """All ranks call. Both have the same `base_shapes`; the target has no adapters."""
+    state = target.model.state_dict()
+    if source.adapters is None:
+        same = source.model.state_dict()
+        for name in target.weight_names():
+            local(state[name]).copy_(local(same[name]))
+        return
+    for layer in merged_layers(source, keep=True):
+        for name, tensor in (layer or {}).items():
+            local(state[name]).copy_(part_of(tensor, like=state[name]))
+
+
+def part_of(tensor: Tensor, *, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that every rank has."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def layer_of(name: str) -> str:
@@ -86,7 +131,10 @@ def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, 
 
 
 def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, first: bool) -> None:
-    """What transformers' from_pretrained reads, in the source's dtype. All ranks call; the first one writes."""
+    """What transformers' from_pretrained reads, in the source's dtype, with adapters merged; and in adapter/ what peft
+    reads. All ranks call; the first one writes."""
+    if packed.adapters is not None:
+        write_adapter(packed, packed.adapters, target / "adapter", first=first)
     weights: dict[str, Tensor] = {}
     for layer in whole_tensors(packed, source.dtype, keep=first):
         # clone: on one rank a tensor of the same dtype is the parameter itself.
@@ -102,3 +150,17 @@ def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, firs
     generation = source.path / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, target / generation.name)
+
+
+def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, *, first: bool) -> None:
+    """peft's own format, for the folder that training started from."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in trained_parameters(packed.model).items():
+        tensor = whole(parameter.detach())
+        if first:
+            weights[file_name(name)] = tensor.cpu().contiguous()
+    if not first:
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    adapters.config.save_pretrained(str(target))

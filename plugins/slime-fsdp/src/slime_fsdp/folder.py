@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class ModelFolder:
         """On the meta device, float32."""
         with torch.device("meta"):
             model: PreTrainedModel = HEADS[self.head].from_config(
-                self.config,
+                # transformers writes the dtype that it is asked for into it.
+                deepcopy(self.config),
                 attn_implementation=attn_implementation,
                 dtype=torch.float32,
                 trust_remote_code=self.trust_remote_code,

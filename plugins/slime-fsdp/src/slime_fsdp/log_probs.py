@@ -87,8 +87,10 @@ class LinearLogProbs(torch.autograd.Function):
         wide = log_sums.dtype
         many = len(targets_T) > ctx.chunk
         grad_hidden = torch.zeros_like(hidden_TH)
-        grad_weight = torch.zeros_like(weight_VH, dtype=wide if many else None)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_VH, dtype=wide if many else None)
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(targets_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CH = hidden_TH[part]
@@ -108,10 +110,14 @@ class LinearLogProbs(torch.autograd.Function):
                 grad_bias += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VH.dtype)
             grad_hidden[part] = grad_CV @ weight_VH
+            if grad_weight is None:
+                continue
             if many:
                 grad_weight += grad_CV.t() @ hidden_CH
             else:
                 grad_weight = grad_CV.t() @ hidden_CH
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VH.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight.to(weight_VH.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -6,7 +6,7 @@ Legend: N tokens, T response tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from slime_core.errors import ModelError
 from slime_core.onednn import onednn_available, use_onednn
 from slime_core.types.microbatch import MicroBatch
+from slime_fsdp.adapters import Adapters, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan, Take
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.log_probs import EntropyMode, chunk_positions, log_probs_of
@@ -39,9 +40,12 @@ class Outputs(NamedTuple):
 class PackedModel(nn.Module):
     """Its forward holds the head too, so that under FSDP the head's weights are gathered when they are used."""
 
-    def __init__(self, model: PreTrainedModel, *, head: str, log_probs_chunk_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, head: str, log_probs_chunk_size: int, adapters: Adapters | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self.adapters = adapters
         self.head = head
         self.log_probs_chunk_size = log_probs_chunk_size
 
@@ -117,22 +121,28 @@ def build_model(
     folder: ModelFolder, config: FsdpConfig, placement: Placement, *, seed: int, trained: bool
 ) -> PackedModel:
     """Loads the weights once, on rank 0, and spreads them. Frozen copies are kept in the compute dtype."""
+    wants_adapters = trained and config.trains_adapters
     attention = PACKED if config.attn_implementation == "packed" else config.attn_implementation
-    storage = torch.float32 if trained else placement.compute_dtype
     mesh = placement.mesh
-    loaded = load_on_first_rank(folder, attention, seed, mesh)
+
+    def load() -> tuple[PreTrainedModel, Adapters | None]:
+        model = folder.load_model(attention, seed)
+        return model, with_adapters(model, folder, config, seed) if wants_adapters else None
+
+    loaded, adapters = load_on_first_rank(load, mesh)
     if mesh is None:
         if loaded is None:
             raise AssertionError("one rank loads its own weights")
         model = loaded.to(placement.device)
     else:
         model = folder.empty_model(attention)
-    store_parameters(model, storage)
-    if wants_onednn(config, placement):
-        use_onednn(model)
+        adapters = with_adapters(model, folder, config, seed) if wants_adapters else None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, config))
-    packed = PackedModel(model, head=folder.head, log_probs_chunk_size=config.log_probs_chunk_size)
+    store_parameters(model, frozen_dtype(folder, placement, trained=trained, adapters=wants_adapters))
+    if wants_onednn(config, placement):
+        use_onednn(model)
+    packed = PackedModel(model, head=folder.head, log_probs_chunk_size=config.log_probs_chunk_size, adapters=adapters)
     layers = decoder_layers(model)
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -158,13 +168,29 @@ def wants_onednn(config: FsdpConfig, placement: Placement) -> bool:
     return config.linear != "torch" and fits and onednn_available()
 
 
-def store_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters only: buffers such as rotary frequencies keep their own precision."""
+def with_adapters(model: PreTrainedModel, folder: ModelFolder, config: FsdpConfig, seed: int) -> Adapters:
+    # peft is an extra.
+    from slime_fsdp.adapter_layers import add_adapters
+
+    return add_adapters(model, decoder_layers(model), config, folder, seed=seed)
+
+
+def frozen_dtype(folder: ModelFolder, placement: Placement, *, trained: bool, adapters: bool) -> torch.dtype:
+    """The base of adapters is exported, so it loses nothing: lower precision only where the files have no more."""
+    if not trained or (adapters and folder.dtype == placement.compute_dtype):
+        return placement.compute_dtype
+    return torch.float32
+
+
+def store_parameters(model: PreTrainedModel, frozen: torch.dtype) -> None:
+    """Trained ones in float32. Parameters only: buffers such as rotary frequencies keep their own precision."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
 
 
 def is_trained(name: str, config: FsdpConfig) -> bool:
+    if config.trains_adapters:
+        return is_trained_with_adapters(name)
     only = config.only_train_params_name_list
     wanted = not only or any(re.search(pattern, name) for pattern in only)
     return wanted and not any(re.search(pattern, name) for pattern in config.freeze_params_name_list)
@@ -180,21 +206,22 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def load_on_first_rank(
-    folder: ModelFolder, attention: str, seed: int, mesh: DeviceMesh | None
-) -> PreTrainedModel | None:
+    load: Callable[[], tuple[PreTrainedModel, Adapters | None]], mesh: DeviceMesh | None
+) -> tuple[PreTrainedModel | None, Adapters | None]:
     """A failure on rank 0 is raised on every rank: none is left waiting."""
     if mesh is None:
-        return folder.load_model(attention, seed)
+        return load()
     loaded, problem = None, [""]
+    adapters = None
     if mesh.get_rank() == 0:
         try:
-            loaded = folder.load_model(attention, seed)
+            loaded, adapters = load()
         except ModelError as error:
             problem = [str(error)]
     dist.broadcast_object_list(problem, src=0, group=mesh.get_group())
     if problem[0]:
         raise ModelError(problem[0])
-    return loaded
+    return loaded, adapters
 
 
 def shard(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
+from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 
 # Keys of a config.json that ask for something the packed forward does not do, each with the values that do not ask.
@@ -61,6 +65,21 @@ class FsdpConfig(DriverConfig):
     only_train_params_name_list: tuple[str, ...] = ()
     """Regular expressions: if any is given, only parameters that match one are trained."""
 
+    lora_rank: int = Field(0, ge=0)
+    """Train LoRA adapters of this rank beside the frozen weights; 0: train the weights themselves. Needs
+    slime-fsdp[lora]."""
+    lora_alpha: int | None = Field(None, gt=0)
+    """Adapters count lora_alpha / lora_rank. By default 16."""
+    target_modules: tuple[str, ...] = ()
+    """Linear layers that get adapters, by the ends of their names. By default all in the decoder layers."""
+    lora_adapter_path: RunPath | None = None
+    """Folder of a LoRA adapter in peft's format to go on from; its adapter_config.json says rank, alpha and target
+    modules."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
     @property
     def can_share_prompts(self) -> bool:
         return self.attn_implementation == "packed" and self.context_parallel_size == 1
@@ -81,6 +100,10 @@ class Fsdp(BackendDriver):
         from slime_fsdp.backend import FsdpBackend
 
         return FsdpBackend(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [BackendExample(options={"context_parallel_size": 2}, world_size=2)]
 
     @classmethod
     def least_ranks(cls, config: FsdpConfig) -> int:
@@ -114,7 +137,28 @@ class Fsdp(BackendDriver):
             problems.append(
                 'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
             )
-        return problems + architecture_problems(model_config)
+        return problems + adapter_problems(config) + architecture_problems(model_config)
+
+
+def adapter_problems(config: FsdpConfig) -> list[str]:
+    told = [name for name in ("lora_alpha", "target_modules") if getattr(config, name)]
+    if not config.trains_adapters:
+        return [f"backend.{name}: without adapters it says nothing; give backend.lora_rank too." for name in told]
+    problems = []
+    if find_spec("peft") is None:
+        asked = f"lora_rank = {config.lora_rank}" if config.lora_rank else "lora_adapter_path"
+        problems.append(f"backend.{asked}: needs peft, which is not installed: pip install slime-fsdp[lora].")
+    if config.lora_adapter_path is not None:
+        problems += [
+            f"backend.{name}: backend.lora_adapter_path says it already; leave one of them out."
+            for name in (["lora_rank"] if config.lora_rank else []) + told
+        ]
+    problems += [
+        f"backend.{name}: with LoRA the adapters are trained and nothing else; choose them by backend.target_modules."
+        for name in ("freeze_params_name_list", "only_train_params_name_list")
+        if getattr(config, name)
+    ]
+    return problems
 
 
 def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:

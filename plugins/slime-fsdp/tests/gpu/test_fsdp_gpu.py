@@ -1,5 +1,7 @@
 """On one GPU: the variable-length kernel against SDPA, bfloat16 against float32, sleep and wake, offload."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,34 @@ def test_float32_on_the_gpu_is_float32_on_the_cpu(family, folders, start, pack, 
     expected, found = (at.score([pack(samples)], entropy=True)[0] for at in (exact, backend))
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=5e-3)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=5e-3)
+
+
+def grouped(samples):
+    """Three groups of four answers; all of a group continue the prompt of its first."""
+    made = []
+    for index in range(12):
+        leader, other = samples[(0, 2, 5)[index // 4]], samples[index % 7]
+        tokens = torch.cat([leader.tokens[: leader.prompt], other.tokens[other.prompt :]])
+        made.append(replace(other, tokens=tokens, prompt=leader.prompt))
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_shared_prompts_on_the_gpu(family, precision, folders, start, pack, samples, sequence_policy, weights_of):
+    """Against the CPU without sharing, and twice with the same bits: no atomics where gradients of a prompt meet."""
+    groups = grouped(samples)
+    exact = start(folders(family), {"share_prompts": False})
+    backends = [start(folders(family), {"precision": precision}, device="cuda") for _ in range(2)]
+    rel, apart = (1e-3, 1e-3) if precision == "float32" else (0.1, 0.1)
+    for _ in range(2):
+        wanted = exact.train_step([pack(groups)], sequence_policy())
+        reports = [backend.train_step([pack(groups)], sequence_policy()) for backend in backends]
+        assert reports[0].grad_norm == reports[1].grad_norm == pytest.approx(wanted.grad_norm, rel=rel)
+    found = backends[0].score([pack(groups)])[0].log_probs
+    assert np.abs(found - exact.score([pack(groups)])[0].log_probs).mean() < apart
+    one, other = (weights_of(backend) for backend in backends)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_sleep_gives_the_memory_back_and_wake_brings_the_same_model(

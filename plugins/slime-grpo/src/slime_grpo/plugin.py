@@ -6,6 +6,10 @@ token t, A_t the advantage, M the number of trainable tokens of a rollout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator, RewardShaper, ShapingDriver
@@ -13,6 +17,9 @@ from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.loss import LossDriver, PolicyLoss
+
+if TYPE_CHECKING:
+    from slime_core.contracts.example import Example
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +137,12 @@ class GroupNorm(AdvantageDriver):
             divide_by_std=not config.disable_grpo_std_normalization,
         )
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_grpo import examples
+
+        return examples.GROUP_NORM
+
 
 class OverlongConfig(DriverConfig):
     overlong_buffer_len: int = Field(4096, gt=0)
@@ -151,6 +164,12 @@ class Overlong(ShapingDriver):
         return overlong.OverlongPenalty(
             buffer_len=config.overlong_buffer_len, penalty_factor=config.overlong_penalty_factor
         )
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_grpo import examples
+
+        return examples.OVERLONG
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
@@ -178,6 +197,12 @@ class Clip(LossDriver):
 
         return clip.ClipLoss(ClipRange.around_one(config.eps_clip, config.eps_clip_high), config.eps_clip_c)
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_grpo import examples
+
+        return examples.CLIP
+
 
 class SequenceClipConfig(DriverConfig):
     eps_clip: float = Field(3e-4, gt=0, allow_inf_nan=False)
@@ -204,6 +229,12 @@ class SequenceClip(LossDriver):
             ClipRange.around_one(config.eps_clip, config.eps_clip_high), config.token_level
         )
 
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_grpo import examples
+
+        return examples.SEQUENCE_CLIP
+
 
 class CispoConfig(DriverConfig):
     eps_clip: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -223,3 +254,9 @@ class Cispo(LossDriver):
         from slime_grpo.surrogate import ClipRange
 
         return cispo.CispoLoss(ClipRange.around_one(config.eps_clip, config.eps_clip_high))
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_grpo import examples
+
+        return examples.CISPO

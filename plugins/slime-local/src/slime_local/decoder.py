@@ -28,9 +28,9 @@ from slime_local.stop_text import StopText
 _REFILL_SHARE = 16
 """Freed rows are refilled when everything that waits fits, or 1/16 of all rows is free: a prefill per finished row
 would cost as much as the decode step beside it."""
-_CPU_ROWS = 512
-"""Rows per forward pass on a CPU: with 768 rows of 384 float32 activations a pass took 4 us more per token, spent in
-page faults of buffers that outgrow what the allocator keeps."""
+_CPU_ROWS = 1024
+"""Rows per forward pass on a CPU: beyond this the activations of a pass outgrow the caches and what the allocator keeps,
+and a pass costs more per token (with 768 rows of 384 float32 and glibc's own thresholds already 4 us more)."""
 
 
 class Decoder:

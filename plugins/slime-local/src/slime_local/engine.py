@@ -19,6 +19,7 @@ from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel, load_model
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.stop_text import StopText
+from slime_local.threads import choose_threads, use_threads
 from slime_local.weights import WeightLoader
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class LocalEngine(RolloutEngine):
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
         self._model: RolloutModel = load_model(self._config, setup)
+        if self._model.device.type == "cpu":
+            use_threads(choose_threads(self._config.threads, self._model.network.num_parameters()))
         self._stop_text = StopText(setup.model_path, setup.trust_remote_code)
         self._decoder = Decoder(
             self._model,
@@ -74,6 +77,9 @@ class LocalEngine(RolloutEngine):
     async def _serve(self) -> None:
         while True:
             await self._runnable.wait()
+            # An abort or a pause may have come between the wake-up and this turn.
+            if not self._runnable.is_set():
+                continue
             self._decoder.step()
             self._consider()
             await asyncio.sleep(0)

@@ -32,6 +32,9 @@ class LocalConfig(DriverConfig):
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
     fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
 
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of a decode step. 0: one for models of under ten million parameters, else torch's own number."""
+
 
 class Local(EngineDriver):
     """The embedded engine: continuous batching over a transformers model in this process, on a CPU or one GPU."""

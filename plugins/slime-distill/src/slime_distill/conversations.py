@@ -1,0 +1,135 @@
+"""ConversationGroups: the collector of supervised fine-tuning. A row of the data is a group of one finished sample.
+
+Legend: T tokens, P of them before the first that is learnt, R = T - P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.contracts.collector import Collector
+from slime_core.errors import DataError, ModelError, RolloutError
+from slime_core.types.prompt import Message, Prompt
+from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_distill.assistant_turns import ASSISTANT, AssistantTurns, Rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_core.config.rollout import RolloutConfig
+    from slime_core.rollout.context import RolloutContext
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+Mask: TypeAlias = npt.NDArray[np.uint8]
+
+
+class ConversationGroups(Collector):
+    """Takes rows from the buffer in its order. With messages (`data.apply_chat_template`) the assistant's turns are
+    learnt, the label being the last one if the row ends before it; without, the label and the end token after it.
+
+    What is longer than `rollout_max_response_len` or `rollout_max_context_len` is cut, and counted as truncated.
+    """
+
+    def __init__(self, *, last_turn_only: bool = False) -> None:
+        self._last_turn_only = last_turn_only
+
+    async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
+        """RolloutError if the data has ended; DataError names a row that has no answer."""
+        wanted = context.config.rollout_batch_size
+        items = context.buffer.get_samples(wanted)
+        if len(items) < wanted:
+            context.buffer.add_samples([item.as_returned(step) for item in items])
+            raise RolloutError(f"step {step}: the data has ended: {len(items)} rows are left, and {wanted} are wanted.")
+        turns = AssistantTurns(
+            context.tokenizer, context.data.apply_chat_template_kwargs, last_turn_only=self._last_turn_only
+        )
+        groups = [group_of(item.prompt, context.tokenizer, turns, context.config) for item in items]
+        context.observe(step, groups, [])
+        return groups
+
+
+def group_of(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: AssistantTurns, limits: RolloutConfig
+) -> SampleGroup:
+    """The row as a group of one sample."""
+    if prompt.messages is None:
+        token_ids, mask = labelled(prompt, tokenizer)
+    else:
+        rendered = turns.render(conversation(prompt), prompt.tools, prompt.origin)
+        token_ids, mask = tokenized(rendered, tokenizer)
+    # The first token has nothing before it to be predicted from.
+    learnt = np.flatnonzero(mask[1:]) + 1
+    start = int(learnt[0]) if len(learnt) else len(token_ids)
+    length = min(len(token_ids), start + limits.rollout_max_response_len, limits.rollout_max_context_len or 2**62)
+    start = min(start, length)
+    if prompt.messages is not None:
+        # The conversation up to there, not with a generation prompt after it, is what the answer was given to.
+        prompt = replace(prompt, token_ids=token_ids[:start], text=tokenizer.decode(token_ids[:start]))
+    sample = Sample(
+        index=prompt.group_index,
+        group_index=prompt.group_index,
+        rollout_id=prompt.group_index,
+        prompt=prompt,
+        tokens=token_ids[:length],
+        prompt_length=start,
+        loss_mask=mask[start:length],
+        rollout_log_probs=np.zeros(length - start, np.float32),
+        response=tokenizer.decode(token_ids[start:length]),
+        status=Status.COMPLETED if length == len(token_ids) else Status.TRUNCATED,
+    )
+    return SampleGroup(prompt=prompt, samples=(sample,))
+
+
+def conversation(prompt: Prompt) -> Sequence[Message]:
+    """The row's messages; a label is the assistant's next one, unless the assistant spoke last."""
+    messages = prompt.messages
+    assert messages is not None
+    if messages[-1]["role"] == ASSISTANT or prompt.label is None:
+        return messages
+    return [*messages, {"role": ASSISTANT, "content": text_label(prompt)}]
+
+
+def labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, Mask]:
+    """(T,) each: the prompt, and after it the label and the end token, which are learnt."""
+    if prompt.label is None:
+        raise DataError(
+            f"{prompt.origin}: a prompt without an answer. Name the column of the answer with --label-key, or give "
+            "messages that the assistant takes part in, with --apply-chat-template."
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {tokenizer.name_or_path} has no eos_token, which ends an answer.")
+    text = text_label(prompt)
+    answer: list[int] = [*tokenizer.encode(text, add_special_tokens=False, verbose=False), tokenizer.eos_token_id]
+    mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt.token_ids), len(answer)])
+    return np.concatenate([prompt.token_ids, np.array(answer, np.int32)]), mask
+
+
+def text_label(prompt: Prompt) -> str:
+    label: Any = prompt.label
+    if not isinstance(label, str):
+        raise DataError(
+            f"{prompt.origin}: the label is the answer to learn and must be a string, found {label!r:.60} (label_key)."
+        )
+    return label
+
+
+def tokenized(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, Mask]:
+    """(T,) each, of the whole text at once: a token is learnt if any of its characters is in a turn."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path} does not tell which characters its tokens stand for: masks of "
+            "conversations need a fast one (tokenizer.json)."
+        )
+    encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    marked = np.zeros(len(rendered.text), np.int64)
+    for start, end in rendered.turns:
+        marked[start:end] = 1
+    up_to = np.concatenate([[0], np.cumsum(marked)])
+    offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    mask = (up_to[offsets[:, 1]] > up_to[offsets[:, 0]]).astype(np.uint8)
+    return np.array(encoded["input_ids"], np.int32), mask

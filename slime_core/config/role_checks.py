@@ -1,0 +1,95 @@
+"""Cross-checks of trained roles: the recipe, the parts, the backends, and what was said of a role that is not there."""
+
+from __future__ import annotations
+
+from slime_core.config.bound import BoundRun
+from slime_core.config.roles import LOSS_KEYS
+from slime_core.config.run import RoleConfig
+from slime_core.contracts.needs import Need
+from slime_core.errors import unknown_name
+
+
+def asked_roles(run: BoundRun) -> list[str]:
+    """A recipe names its roles, and a loss for each."""
+    algo, where = run.algo, f'algo.name = "{run.algo.name}", role'
+    unknown = sorted(set(algo.recipe.roles) - set(LOSS_KEYS))
+    problems = [unknown_name(where, role, "trained role", list(LOSS_KEYS)) for role in unknown]
+    for role, key in LOSS_KEYS.items():
+        asked, loss = role in algo.recipe.roles, getattr(algo, key)
+        if asked and loss is None:
+            problems.append(
+                f'algo.{key}: algorithm "{algo.name}" trains a {role}, but names no loss for it: a recipe with a missing '
+                f"part. Say --{key.replace('_', '-')} NAME."
+            )
+        if loss is not None and not asked:
+            problems.append(f'algo.{key} = "{loss.name}": algorithm "{algo.name}" has no role {role}. Leave it out.')
+    return problems
+
+
+def settings_without_role(run: BoundRun) -> list[str]:
+    """What is said of a role that is not trained would have no effect."""
+    algo, launcher = run.algo, run.config.launcher
+    problems = [
+        f'roles.{role}: algorithm "{algo.name}" trains no {role}. Leave the table out.'
+        for role in LOSS_KEYS
+        if role not in algo.recipe.roles and getattr(run.config.roles, role) != RoleConfig()
+    ]
+    places = {
+        "critic_num_nodes": launcher.critic_num_nodes,
+        "critic_num_gpus_per_node": launcher.critic_num_gpus_per_node,
+    }
+    for key, value in places.items():
+        if value is not None and algo.critic_loss is None:
+            problems.append(f'launcher.{key} = {value}: algorithm "{algo.name}" trains no critic. Leave it out.')
+        elif value is not None and launcher.name == "local":
+            problems.append(
+                f'launcher.{key} = {value}: with launcher.name = "local" all roles share this process. Say --launcher ray, '
+                "or leave it out."
+            )
+    steps = algo.keys.num_critic_only_steps
+    if steps and algo.critic_loss is None:
+        problems.append(
+            f'algo.num_critic_only_steps = {steps}: algorithm "{algo.name}" trains no critic. Leave it out.'
+        )
+    return problems
+
+
+def losses_of_roles(run: BoundRun) -> list[str]:
+    """A role with a value head has a loss that trains values; whoever needs values has such a role."""
+    problems = []
+    for role in run.roles:
+        driver = role.loss.driver
+        if driver.trains_values != (role.head == "value"):
+            trained = "values" if driver.trains_values else "log-probs"
+            problems.append(f'algo: loss "{role.loss.name}" trains {trained}: it is none for the {role.name}.')
+    if Need.VALUES in run.algo.needs and not any(role.head == "value" for role in run.roles):
+        problems.append(f'algo.name = "{run.algo.name}": its parts need values, but it has no role that learns them.')
+    return problems
+
+
+def needs(run: BoundRun) -> list[str]:
+    """Every role asks its own backend."""
+    problems = []
+    for role in run.roles:
+        provides = role.backend.driver.provides
+        if missing := sorted(role.needs - provides):
+            problems.append(
+                f'{role.backend.where}.name = "{role.backend.name}": the {role.name} of algorithm "{run.algo.name}" needs '
+                f"{', '.join(missing)}, which this backend does not provide. It provides {', '.join(sorted(provides))}."
+            )
+    return problems
+
+
+def teacher(run: BoundRun) -> list[str]:
+    """A teacher that is wanted has a folder, and one that is given is wanted."""
+    folder, algo = run.config.model.opd_teacher_load, run.algo
+    readers = sorted({part.name for part in algo.parts if Need.TEACHER_LOGPROBS in getattr(part.driver, "needs", ())})
+    wanted = Need.TEACHER_LOGPROBS in algo.needs
+    if wanted and folder is None:
+        return [
+            f'model.opd_teacher_load: {", ".join(readers)} of algorithm "{algo.name}" compares with a teacher, and none is '
+            "given. Say --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer."
+        ]
+    if folder is not None and not wanted:
+        return [f'model.opd_teacher_load: no part of algorithm "{algo.name}" compares with a teacher. Leave it out.']
+    return []

@@ -1,0 +1,57 @@
+"""Mismatch: how far the engine's log-probs are from the trainer's, for the same tokens under the same weights.
+
+x = log-prob of the trainer - log-prob of the engine, in nats, at trained tokens; the engine sampled. All in float64.
+
+Legend: M response tokens, S samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime_core.types.batch import Batch, Float32, Float64
+
+MAX_LOG_RATIO = 20.0
+
+
+def mismatch_metrics(batch: Batch, log_probs: Float32) -> dict[str, float]:
+    """Of all samples of `batch`, which is one optimiser step; `log_probs` (M,) are the trainer's.
+
+    Means are over trained tokens (mis_kl, mis_k3_kl, mis_chi2_token, train_rollout_logprob_abs_diff) or over samples
+    that have any (the others); the exponents of all exp are clamped to [-20, 20]. Empty if nothing is trained.
+    """
+    trained = batch.mask.astype(np.bool_)
+    counts = batch.num_trainable
+    some = counts > 0
+    if not some.any():
+        return {}
+    trainer_M = np.where(trained, log_probs, 0.0).astype(np.float64)
+    engine_M = np.where(trained, batch.rollout_log_probs, 0.0).astype(np.float64)
+    gap_M = trainer_M - engine_M
+    gap = gap_M[trained]
+    sum_S = batch.sample_sums(gap_M)[some]
+    trainer_log_ppl_S = -batch.sample_sums(trainer_M)[some] / counts[some]
+    engine_log_ppl_S = -batch.sample_sums(engine_M)[some] / counts[some]
+    log_ppl_diff_S = trainer_log_ppl_S - engine_log_ppl_S
+    return {
+        "train_rollout_logprob_abs_diff": float(np.abs(gap).mean()),
+        # Both estimate KL(engine || trainer); the second is never negative (J. Schulman, "Approximating KL Divergence").
+        "mis_kl": float(-gap.mean()),
+        "mis_k3_kl": float((np.expm1(clamped(gap)) - clamped(gap)).mean()),
+        "mis_ratio_max": float(np.exp(clamped(gap.max()))),
+        "mis_ratio_min": float(np.exp(clamped(gap.min()))),
+        # The chi-squared divergence is the variance of the ratio: E[ratio^2] - 1.
+        "mis_chi2_token": float(np.expm1(clamped(2 * gap)).mean()),
+        "mis_chi2_seq": float(np.expm1(clamped(2 * sum_S)).mean()),
+        "mis_training_log_ppl": float(trainer_log_ppl_S.mean()),
+        "mis_rollout_log_ppl": float(engine_log_ppl_S.mean()),
+        "mis_training_ppl": float(np.exp(clamped(trainer_log_ppl_S)).mean()),
+        "mis_rollout_ppl": float(np.exp(clamped(engine_log_ppl_S)).mean()),
+        "mis_log_ppl_diff": float(log_ppl_diff_S.mean()),
+        "mis_log_ppl_abs_diff": float(np.abs(log_ppl_diff_S).mean()),
+        "mis_ppl_ratio": float(np.exp(clamped(log_ppl_diff_S)).mean()),
+    }
+
+
+def clamped(exponent: Float64) -> Float64:
+    return np.clip(exponent, -MAX_LOG_RATIO, MAX_LOG_RATIO)

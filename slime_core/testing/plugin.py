@@ -1,0 +1,31 @@
+"""What pytest loads by the entry point `pytest11`: one option, and nothing else until it is given."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("slime_core.testing.suites")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("slime", "slime's contract kit").addoption(
+        "--slime-plugin",
+        action="append",
+        default=[],
+        metavar="DISTRIBUTION",
+        help="Prove the contracts of everything that this installed distribution registers, or of a plugin file "
+        "(./my_reward.py). Without paths, nothing else is run.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = config.getoption("slime_plugin")
+    if asked:
+        from slime_core.errors import SlimeError
+        from slime_core.testing.kit import ContractKit
+
+        try:
+            kit = ContractKit.of(asked, config)
+        except SlimeError as error:
+            raise pytest.UsageError(str(error)) from error
+        config.pluginmanager.register(kit, "slime-contract-kit")

@@ -1,0 +1,56 @@
+"""Run as a script, with a JSON object as its argument: one optimiser step of a backend on several ranks, over gloo.
+
+The ranks are forked after the imports, which take longer than all the rest. Each leaves `rank_R.pt` in the folder `out`:
+its scores, the sums that it reports, and, from the first rank, the exported weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime_core.config.bound import Part, PartSpec
+from slime_core.registry import Registry
+from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+
+
+def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
+    out = Path(told["out"])
+    place = Place(
+        model=Path(told["model"]), rank=rank, world_size=told["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
+    )
+    training = TrainingBatch.make()
+    with opened(part.build(), place) as rank_of:
+        layout = rank_of.layout
+        mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
+        # Every rank has as many micro-batches, of which one may be empty.
+        split = (mine[:2], mine[2:], ()) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:])
+        scores = rank_of.scores(training, (mine,))
+        report = rank_of.backend.train_step(training.micros(split), objective_of())
+        weights = rank_of.weights()
+        state = {
+            "log_probs": torch.from_numpy(scores["log_probs"]),
+            "sums": dict(report.sums) if layout.reports else {},
+            "grad_norm": report.grad_norm,
+            "weights": weights,
+        }
+        torch.save(state, out / f"rank_{rank}.pt")
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    registry = Registry([Path(path) for path in told["files"]])
+    part = PartSpec.from_json(told["part"]).resolve(registry)
+    # Built once here too, so that what it imports is imported before the ranks are forked.
+    part.build()
+    start: Any = mp.start_processes  # type: ignore[attr-defined]
+    start(run_rank, (part, told), nprocs=told["world_size"], start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What the drivers of `models` build."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+import numpy as np
+import torch
+import xxhash
+
+from slime_core.errors import CheckpointError
+from slime_core.types.completion import FinishReason
+from slime_fsdp.backend import FsdpBackend
+from slime_local.engine import LocalEngine
+
+
+class ShiftedScores(FsdpBackend):
+    """Each token gets the log-prob of the one before."""
+
+    def score(self, micros, **asked):
+        scores = super().score(micros, **asked)
+        return [one if one.log_probs is None else replace(one, log_probs=np.roll(one.log_probs, 1)) for one in scores]
+
+
+def scaled(objective, factor):
+    class Scaled:
+        reads_values = objective.reads_values
+        wants_entropy = objective.wants_entropy
+        entropy_has_gradient = objective.entropy_has_gradient
+
+        def __call__(self, *given, **named):
+            output = objective(*given, **named)
+            return replace(output, loss=output.loss * factor)
+
+    return Scaled()
+
+
+class AveragesMicros(FsdpBackend):
+    """A mean of micro-batches, where a sum belongs."""
+
+    def train_step(self, micros, objective):
+        return super().train_step(micros, scaled(objective, 1 / len(micros)))
+
+
+class TwiceTheGradient(FsdpBackend):
+    """A factor too much."""
+
+    def train_step(self, micros, objective):
+        return super().train_step(micros, scaled(objective, 2))
+
+
+class Unrepeatable(FsdpBackend):
+    """Noise in the last bits, from a source that no seed governs."""
+
+    noise = np.random.default_rng()
+
+    def train_step(self, micros, objective):
+        return super().train_step(micros, scaled(objective, 1 + 1e-5 * self.noise.random()))
+
+
+class CarelessState(FsdpBackend):
+    """Loads and sleeps without the optimiser, and renames a tensor on its way out."""
+
+    def load(self, folder):
+        super().load(folder)
+        self._ready.optimizer.state.clear()
+
+    def sleep(self):
+        super().sleep()
+        self._ready.optimizer.state.clear()
+
+    def export_weights(self, version, bucket_bytes):
+        for bucket in super().export_weights(version, bucket_bytes):
+            names = [name.replace("model.norm.weight", "norm.weight") for name in bucket.names]
+            yield replace(bucket, names=names)
+
+
+class CarelessChecks(FsdpBackend):
+    """Takes any checkpoint, hides what it skips, never refreshes a copy, and teaches no critic."""
+
+    def load(self, folder):
+        with contextlib.suppress(CheckpointError):
+            super().load(folder)
+
+    def train_step(self, micros, objective):
+        if objective.reads_values:
+            objective = scaled(objective, 0.0)
+        return replace(super().train_step(micros, objective), skipped=False)
+
+    def refresh_copy(self, name):
+        pass
+
+
+class Engine(LocalEngine):
+    """Answers that subclasses spoil, streamed ones too."""
+
+    def before(self, request):
+        return request
+
+    def after(self, answer):
+        return answer
+
+    async def generate(self, requests):
+        return [self.after(answer) for answer in await super().generate([self.before(r) for r in requests])]
+
+    async def stream(self, requests):
+        async for answer in super().stream([self.before(request) for request in requests]):
+            yield self.after(answer)
+
+
+class ShiftedLogProbs(Engine):
+    """Each token gets the log-prob of the one before."""
+
+    def after(self, answer):
+        return replace(answer, log_probs=np.roll(answer.log_probs, 1))
+
+
+class CarelessSampling(Engine):
+    """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, a streamed answer is lost."""
+
+    def before(self, request):
+        sampling = replace(request.sampling, stop=())
+        if sampling.temperature == 0:
+            sampling = replace(sampling, temperature=1.0)
+        return replace(request, sampling=sampling, seed=request.seed % 1000)
+
+    async def stream(self, requests):
+        answers = [answer async for answer in super().stream(requests)]
+        for answer in answers[1:]:
+            yield answer
+
+
+class CarelessControl(Engine):
+    """Does not pause, believes every bucket, forgets its weights while it sleeps, feels well when it is dead."""
+
+    async def pause(self):
+        pass
+
+    async def load_bucket(self, bucket):
+        await super().load_bucket(replace(bucket, checksum=xxhash.xxh3_64_hexdigest(bucket.data.tobytes())))
+
+    async def wake(self):
+        await super().wake()
+        with torch.no_grad():
+            for parameter in self._model.network.parameters():
+                parameter.add_(0.1)
+
+    async def health(self):
+        pass
+
+
+class CarelessVersions(Engine):
+    """One span for all tokens, no version but the first, and an abort gives away what there was."""
+
+    def after(self, answer):
+        if answer.finish_reason is FinishReason.ABORT:
+            return replace(answer, finish_reason=FinishReason.LENGTH)
+        spans = answer.spans
+        return replace(answer, spans=(spans[0]._replace(end=spans[-1].end),) if spans else ())
+
+    async def version(self):
+        return -1
+
+
+class SwallowsStops(Engine):
+    """Takes the stop token off, and gets its spans wrong."""
+
+    def after(self, answer):
+        if answer.finish_reason is not FinishReason.STOP:
+            return answer
+        return replace(answer, token_ids=answer.token_ids[:-1], log_probs=answer.log_probs[:-1])
+
+
+class Blocks(Engine):
+    """Decodes to the end in one go."""
+
+    async def generate(self, requests):
+        answers = asyncio.ensure_future(super().generate(requests))
+        await asyncio.sleep(0)
+        while self._decoder.busy and not (self._paused or self._asleep or self._loader.incomplete):
+            self._decoder.step()
+        self._consider()
+        return await answers
+
+
+class Fragile(Engine):
+    """Does not say which policy wrote what, and dies of an abort that comes too early."""
+
+    def after(self, answer):
+        return replace(answer, spans=())
+
+    async def abort(self, request_ids=None):
+        if self._decoder._waiting:
+            self._task.cancel()
+        await super().abort(request_ids)

@@ -1,0 +1,186 @@
+"""Filters and rewards with one thing wrong."""
+
+import random
+
+import numpy as np
+
+from slime_core.contracts.example import RewardExample
+from slime_core.contracts.filter import (
+    BufferFilter,
+    BufferFilterDriver,
+    FilterDecision,
+    FilterDriver,
+    GroupFilter,
+)
+from slime_core.contracts.reward import Reward, RewardDriver
+
+
+def driver_of(base, contract, method):
+    """A driver base whose subclasses write the one method of the contract as a static function `answer`."""
+
+    def build(cls, config):
+        return type(contract.__name__, (contract,), {method: lambda self, *given: cls.answer(*given)})()
+
+    return type(f"Faulty{base.__name__}", (base,), {"build": classmethod(build)})
+
+
+FaultyFilter = driver_of(FilterDriver, GroupFilter, "decide")
+FaultyBufferFilter = driver_of(BufferFilterDriver, BufferFilter, "select")
+FaultyReward = driver_of(RewardDriver, Reward, "score")
+
+DROP = FilterDecision(keep=False, reason="dull")
+KEEP = FilterDecision(keep=True)
+
+
+class KeepsAll(FaultyFilter):
+    """Nothing is wrong with it."""
+
+    @staticmethod
+    def answer(group):
+        return KEEP
+
+
+class Moody(FaultyFilter):
+    """Throws a coin."""
+
+    @staticmethod
+    def answer(group):
+        return random.choice((KEEP, DROP))
+
+
+class MarksSamples(FaultyFilter):
+    """Leaves a note in the metadata."""
+
+    @staticmethod
+    def answer(group):
+        group.samples[0].metadata["seen"] = True
+        return KEEP
+
+
+class NeedsRewards(FaultyFilter):
+    """Fails on a group that nobody scored."""
+
+    @staticmethod
+    def answer(group):
+        return DROP if min(group.rewards) == max(group.rewards) else KEEP
+
+
+class SilentDrop(FaultyFilter):
+    """Does not say why."""
+
+    @staticmethod
+    def answer(group):
+        return FilterDecision(keep=False)
+
+
+class TakesFirst(FaultyBufferFilter):
+    """Nothing is wrong with it."""
+
+    @staticmethod
+    def answer(items, num_groups):
+        return list(range(min(num_groups, len(items))))
+
+
+class TakesTooMany(FaultyBufferFilter):
+    """Does not count."""
+
+    @staticmethod
+    def answer(items, num_groups):
+        return list(range(len(items)))
+
+
+class TakesAny(FaultyBufferFilter):
+    """Draws lots."""
+
+    @staticmethod
+    def answer(items, num_groups):
+        return random.sample(range(len(items)), min(num_groups, len(items)))
+
+
+class MarksItems(FaultyBufferFilter):
+    """Leaves a note in the metadata."""
+
+    @staticmethod
+    def answer(items, num_groups):
+        for item in items[:1]:
+            item.prompt.metadata["seen"] = True
+        return TakesFirst.answer(items, num_groups)
+
+
+class Length(FaultyReward):
+    """Nothing is wrong with it."""
+
+    @staticmethod
+    def answer(group):
+        return [float(len(sample.response)) for sample in group.samples]
+
+
+class FirstIsBest(FaultyReward):
+    """Favours the first sample."""
+
+    @staticmethod
+    def answer(group):
+        return [len(sample.response) - place for place, sample in enumerate(group.samples)]
+
+
+class Noisy(FaultyReward):
+    """Never gives the same number twice."""
+
+    @staticmethod
+    def answer(group):
+        return [random.random() for _ in group.samples]
+
+
+class NotFinite(FaultyReward):
+    """The logarithm of nothing, where the response is empty."""
+
+    @staticmethod
+    def answer(group):
+        with np.errstate(divide="ignore"):
+            return [float(np.log(len(sample.response))) for sample in group.samples]
+
+
+class StumblesOnEmpty(FaultyReward):
+    """Looks at the last character, where all are empty."""
+
+    @staticmethod
+    def answer(group):
+        if not any(sample.response for sample in group.samples):
+            return [float(ord(sample.response[-1])) for sample in group.samples]
+        return Length.answer(group)
+
+
+class WritesMetadata(FaultyReward):
+    """Leaves a note in the metadata."""
+
+    @staticmethod
+    def answer(group):
+        for sample in group.samples:
+            sample.metadata["seen"] = True
+        return Length.answer(group)
+
+
+HERE = []
+
+
+class KeepsState(FaultyReward):
+    """Counts how often it was asked in this process, and starts anew in the next one."""
+
+    @staticmethod
+    def answer(group):
+        import multiprocessing
+
+        extra = 1.0 if multiprocessing.parent_process() is not None else 0.0
+        return [number + extra for number in Length.answer(group)]
+
+
+class Mistaken(FaultyReward):
+    """Not what its example says."""
+
+    @classmethod
+    def examples(cls, folder):
+        return [RewardExample(prompt="2+2=", label="4", responses=("4", "", "5"), rewards=(1.0, 0.0, 0.0))]
+
+    @staticmethod
+    def answer(group):
+        return [float(sample.response != "5") for sample in group.samples]

@@ -1,0 +1,38 @@
+"""One run of the kit over everything that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from acme_faults.entries import ENTRIES, MODEL_ENTRIES
+from kit_run import KitRun, install, run_kit
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+    folder = tmp_path_factory.mktemp("faults")
+    install(folder, "acme-faults", ENTRIES)
+    return run_kit(folder, "--slime-plugin", "acme-faults", path=[folder, Path(__file__).parent])
+
+
+@pytest.fixture(scope="session")
+def mutant(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+    folder = tmp_path_factory.mktemp("mutant")
+    install(folder, "acme-faults", ENTRIES)
+    words = ["-p", "acme_faults.mutants", "--slime-plugin", "acme-faults", "-k", "algorithms and right_recipe"]
+    return run_kit(folder, *words, path=[folder, Path(__file__).parent])
+
+
+@pytest.fixture(scope="session")
+def faulty_models(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+    folder = tmp_path_factory.mktemp("models")
+    install(folder, "acme-models", MODEL_ENTRIES)
+    # Two ranks take a process of their own each time: one plugin has to show that they are looked at.
+    words = ["--slime-plugin", "acme-models", "-k", "not any_layout or averages_micros"]
+    return run_kit(folder, *words, path=[folder, Path(__file__).parent])
