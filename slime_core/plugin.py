@@ -70,7 +70,7 @@ def advantage(
     *,
     needs: Collection[Need] | None = None,
     accepts_kl_penalty: bool | None = None,
-    group_baseline: bool | None = None,
+    compares_group: bool | None = None,
     examples: Sequence[Example] | None = None,
 ) -> Callable[[T], T]:
     """`def f(inputs: CreditInputs) -> Credit`, an AdvantageEstimator, or a driver, which states the rest itself."""
@@ -80,7 +80,7 @@ def advantage(
         {
             "needs": None if needs is None else frozenset(needs),
             "accepts_kl_penalty": accepts_kl_penalty,
-            "group_baseline": group_baseline,
+            "compares_group": None if compares_group is None else classmethod(lambda cls, config: compares_group),
             "examples": _given(examples),
         },
     )

@@ -54,7 +54,7 @@ class Subject:
             return []
         if not self.is_recipe:
             self.folder.mkdir(parents=True)
-            self.examples = tuple(self.resolved.driver.examples(self.folder))
+            self.examples = self._examples(self.resolved.driver)
         known: list[Mapping[str, Any]] = []
         for options in ({}, *(example.options for example in self.examples)):
             if options not in known:
@@ -69,6 +69,17 @@ class Subject:
             elif options or len(known) == 1:
                 self.problems += found
         return cases
+
+    def _examples(self, driver: Any) -> tuple[Example, ...]:
+        try:
+            examples = tuple(driver.examples(self.folder))
+        except Exception as error:  # noqa: BLE001 - an author's code: a test tells of it, the others go on
+            self.problems.append(f"its `examples` raise {type(error).__name__}: {error}")
+            return ()
+        wrong = [type(example).__name__ for example in examples if not isinstance(example, Example)]
+        if wrong:
+            self.problems.append(f"its `examples` give {', '.join(wrong)}, which are no Example")
+        return tuple(example for example in examples if isinstance(example, Example))
 
 
 @dataclass(frozen=True, eq=False)

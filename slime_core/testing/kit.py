@@ -14,7 +14,8 @@ import pytest
 
 from slime_core.testing import suites
 from slime_core.testing.case import Case, Subject
-from slime_core.testing.kinds import ENTRIES, KINDS, Kind, Property
+from slime_core.testing.kind import Kind, Property
+from slime_core.testing.kinds import ENTRIES, KINDS
 from slime_core.testing.subjects import subjects_of
 
 SUITES: Final = Path(suites.__file__).parent

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slime_core.batch.pack import pack_micro_batch
 from slime_core.batch.zigzag import split_micro_batch
-from slime_core.contracts.loss import Segments
+from slime_core.contracts.loss import LossInputs, Segments
 from slime_core.contracts.needs import Need
 from slime_core.objective.loss import TokenObjective
 from slime_core.objective.segments import LocalSegments
@@ -108,6 +108,22 @@ def packed(
     part = split_micro_batch(micro, cp_rank, cp_size)
     assert part.rows is not None
     return part, rows[part.rows]
+
+
+def everything_of(micro: MicroBatch, leaves: Mapping[str, Tensor]) -> LossInputs:
+    """All that a loss could ask for."""
+    columns = micro.columns
+    return LossInputs(
+        mask=micro.mask,
+        advantages=columns.advantages,
+        returns=columns.returns,
+        old_log_probs=columns.old_log_probs,
+        old_values=columns.values,
+        ref_log_probs=columns.ref_log_probs,
+        rollout_log_probs=columns.rollout_log_probs,
+        teacher_log_probs=columns.teacher_log_probs,
+        **leaves,
+    )
 
 
 def loss_of(

@@ -189,7 +189,10 @@ def test_the_seed_says_where_adapters_start(folders, start, tmp_path):
 
 
 def test_an_adapter_goes_on_where_it_was_saved(folders, adapters, start, log_probs, samples, oracle, train, tmp_path):
-    backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))})
+    copies = {"reference": folders("qwen3")}
+    backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, copies=copies)
+    base = log_probs(start(folders("qwen3")))
+    np.testing.assert_array_equal(log_probs(backend, weights="reference"), base)
     wanted = torch.cat(oracle("qwen3", adapters("qwen3"))(samples)[0]).detach().numpy()
     np.testing.assert_allclose(log_probs(backend), wanted, rtol=1e-5, atol=1e-5)
     train(backend, 1)

@@ -13,12 +13,12 @@ from slime_core.contracts.needs import Need
 from slime_core.testing.batches import ORDER, column_of, example_batch, example_columns, flat, is_given
 from slime_core.testing.case import Case
 from slime_core.testing.compare import require_same
+from slime_core.testing.declared import with_declared_alone
 from slime_core.testing.trial import Trial
 from slime_core.types.batch import Float32
 
 FLOAT32 = 1e-5
 """Advantages are float32."""
-REFUSALS = (TypeError, AttributeError, AssertionError, ValueError, KeyError)
 
 
 @pytest.fixture
@@ -82,6 +82,15 @@ def test_equal_rewards_give_zero(case: Case, trial: Trial) -> None:
     assert (got == 0).all(), f"with equal rewards the advantages reach {np.abs(got).max():.3g}"
 
 
+def test_comparing_is_declared(case: Case, trial: Trial) -> None:
+    equal = replace(trial, batch=replace(trial.batch, reward=np.full(trial.batch.num_samples, 0.3)))
+    teaches, silent = (credit(case, of).advantages[of.mask].any() for of in (trial, equal))
+    assert silent or not teaches, (
+        "with equal rewards all advantages are 0: it compares, and one answer per prompt would teach nothing. Let "
+        "`compares_group` of its driver return True"
+    )
+
+
 def test_masked_tokens_change_nothing(case: Case, trial: Trial) -> None:
     clean, dirty = credit(case, trial), credit(case, trial.poisoned())
     what = "with NaN and infinity at masked tokens"
@@ -124,18 +133,11 @@ def test_odd_samples_are_harmless(case: Case, trial: Trial) -> None:
 
 def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     expected = credit(case, trial)
-    needs = sorted(case.driver.needs)
-    told = ", ".join(needs) or "nothing"
+    needs = case.driver.needs
     alone = replace(trial, columns=trial.columns.only({need.value for need in needs}))
-    try:
+    with with_declared_alone(needs) as told:
         got = credit(case, alone)
-    except REFUSALS as error:
-        raise AssertionError(
-            f"it declares {told}, and with that alone it raises {type(error).__name__}: {error}. Declare what it reads "
-            "in `needs` of its driver"
-        ) from error
-    what = f"with {told} alone, which it declares"
-    require_same_credit(what, columns_of(got, trial), columns_of(expected, trial), tolerance=0)
+    require_same_credit(told, columns_of(got, trial), columns_of(expected, trial), tolerance=0)
 
 
 def test_declared_needs_are_read(case: Case, trial: Trial) -> None:

@@ -12,14 +12,14 @@ import torch
 from slime_core.config.algo import AlgoConfig
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.example import ExampleSample
-from slime_core.contracts.loss import LossInputs
 from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.objective.loss import MAX_LOG_RATIO, TokenObjective
 from slime_core.objective.segments import LocalSegments
 from slime_core.testing.batches import MAX_RESPONSE_LEN, ORDER, WHOLE, example_batch
 from slime_core.testing.case import Case
 from slime_core.testing.compare import require_same
-from slime_core.testing.objectives import EVERY_NEED, leaves_of, packed, train
+from slime_core.testing.declared import with_declared_alone
+from slime_core.testing.objectives import EVERY_NEED, everything_of, leaves_of, packed, train
 from slime_core.testing.recipes import Dressed, dressed
 from slime_core.testing.stub_loss import LogProbs
 from slime_core.testing.trial import (
@@ -98,19 +98,8 @@ def sum_of_parts(way: Dressed, trial: Trial) -> float:
     """The actor's loss, term by term, in float64."""
     algo, keys, objective = way.algo, way.algo.keys, way.actor()
     micro, _ = packed(trial.batch, trial.columns, np.arange(trial.batch.num_samples))
-    columns, segments = micro.columns, LocalSegments(micro.segments, micro.num_samples)
-    leaves = leaves_of(trial.policy, objective, torch.float64)
-    inputs = LossInputs(
-        mask=micro.mask,
-        advantages=columns.advantages,
-        returns=columns.returns,
-        old_log_probs=columns.old_log_probs,
-        old_values=columns.values,
-        ref_log_probs=columns.ref_log_probs,
-        rollout_log_probs=columns.rollout_log_probs,
-        teacher_log_probs=columns.teacher_log_probs,
-        **leaves,
-    )
+    segments = LocalSegments(micro.segments, micro.num_samples)
+    inputs = everything_of(micro, leaves_of(trial.policy, objective, torch.float64))
     total = objective.loss(inputs, segments).values.detach().numpy()
     if trial.columns.correction is not None:
         total = total * trial.columns.correction
@@ -208,20 +197,14 @@ def test_equal_rewards_give_zero_gradient(case: Case, trial: Trial) -> None:
 def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     for way in dressed(case):
         declared = way.algo.needs
-        told = ", ".join(sorted(declared)) or "nothing"
         given = replace(trial, columns=trial.columns.only({need.value for need in declared}))
         for (role, everything), (_, alone) in zip(way.objectives(), way.objectives(everything=False), strict=True):
             expected = way.credited(trial, role=role).train(everything)
-            try:
+            with with_declared_alone(declared) as told:
                 got = way.credited(given, role=role, everything=False).train(alone)
-            except (TypeError, AttributeError, AssertionError, ValueError, KeyError) as error:
-                raise AssertionError(
-                    f"its parts declare {told}, and with that alone the {role}'s step raises {type(error).__name__}: "
-                    f"{error}. Declare what they read in `needs` of their drivers"
-                ) from error
-            require_same(f"{role}'s loss with {told} alone", got.loss, expected.loss, tolerance=0)
+            require_same(f"{role}'s loss {told}", got.loss, expected.loss, tolerance=0)
             for name, column in expected.gradient.items():
-                require_same(f"gradient of the {name} with {told} alone", got.gradient[name], column, tolerance=0)
+                require_same(f"gradient of the {name} {told}", got.gradient[name], column, tolerance=0)
 
 
 def test_old_log_probs_may_be_the_current_ones(case: Case, trial: Trial) -> None:

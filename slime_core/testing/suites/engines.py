@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from slime_core.contracts.engine import EngineSetup, RolloutEngine
+from slime_core.contracts.engine import RolloutEngine
 from slime_core.errors import EngineError
 from slime_core.testing.case import Case
-from slime_core.testing.event_loop import run
 from slime_core.testing.tiny_model import (
-    ALPHABET,
-    FIRST_TOKEN,
     buckets_of,
     checksum_of,
     load_plain,
@@ -31,80 +27,17 @@ from slime_core.testing.tiny_model import (
     named_weights,
     prompts,
 )
+from slime_core.testing.tiny_serving import LONG, NATS, TEXT, ask, long, play, require_true_log_probs, tokens_of
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 
-NATS = 1e-4
-"""What float32 may be off by."""
-CONTEXT = 600
-LONG = 256
-"""Tokens that take an engine a while."""
 A_WHILE_S = 0.05
 DELAYS_S = (A_WHILE_S, 0.01, 0.3)
 """Tried in turn, until new weights come in the middle of an answer."""
-
-Scene = Callable[[RolloutEngine], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@asynccontextmanager
-async def started(case: Case, model: Path) -> AsyncIterator[RolloutEngine]:
-    engine: RolloutEngine = case.build()
-    await engine.start(
-        EngineSetup(
-            index=0,
-            model_path=model,
-            device="cpu",
-            seed=0,
-            max_context_len=CONTEXT,
-            max_batch=32,
-            run_dir=model.parent,
-        )
-    )
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-def play(case: Case, model: Path, scene: Scene) -> None:
-    """The scene with an engine that has started; AssertionError if it takes for ever."""
-
-    async def whole() -> None:
-        async with started(case, model) as engine:
-            await scene(engine)
-
-    run(whole())
-
-
-def ask(number: int, prompt: npt.ArrayLike, *, seed: int = 0, name: str = "", **sampling: Any) -> GenerateRequest:
-    params: dict[str, Any] = {"max_new_tokens": 12} | sampling
-    return GenerateRequest(
-        request_id=name or f"test/{number}/0",
-        token_ids=np.asarray(prompt, np.int32),
-        sampling=SamplingParams(**params),
-        seed=1000 * seed + number,
-    )
-
-
-def tokens_of(completion: Completion) -> list[int]:
-    return [int(token) for token in completion.token_ids]
-
-
-@torch.no_grad()
-def require_true_log_probs(model: Any, request: GenerateRequest, got: Completion, *, what: str = "") -> None:
-    """Those that transformers gives to the tokens that were sampled."""
-    temperature = request.sampling.temperature or 1.0
-    expected = log_probs_of(model, request.token_ids.tolist(), tokens_of(got), temperature)[0].numpy()
-    assert len(got.log_probs) == len(got.token_ids), f"{len(got.token_ids)} tokens, {len(got.log_probs)} log-probs"
-    apart = np.abs(got.log_probs - expected)
-    assert apart.max(initial=0.0) <= NATS, (
-        f"{what or 'log-probs'} at temperature {request.sampling.temperature} are off by {apart.max():.3g} nats, "
-        f"at token {int(apart.argmax())} of {len(apart)}: {got.log_probs[:4]}, should be {expected[:4]}"
-    )
 
 
 def test_log_probs_equal_those_of_transformers(case: Case, model: Path) -> None:
@@ -227,13 +160,6 @@ def test_stop_strings_end_an_answer(case: Case, model: Path) -> None:
             assert got.finish_reason is FinishReason.STOP, f"at a stop string it ends with {got.finish_reason}"
 
     play(case, model, scene)
-
-
-TEXT = {FIRST_TOKEN + place: character for place, character in enumerate(ALPHABET)}
-
-
-def long(number: int, **more: Any) -> GenerateRequest:
-    return ask(number, prompts(1, seed=6 + number)[0], max_new_tokens=LONG, min_new_tokens=LONG, **more)
 
 
 def test_an_abort_returns_what_there_is(case: Case, model: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import pytest
 
 from slime_core.config.bound import PartSpec
-from slime_core.contracts.example import Example
 from slime_core.entry import Entry
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry, bind
@@ -31,10 +30,9 @@ def test_it_keeps_its_contract(case: Case) -> None:
 def test_it_has_options_to_try(case: Case) -> None:
     subject = case.subject
     assert not subject.problems, (
-        f"{'; '.join(subject.problems)}. Options without a default are given by an example "
-        "(slime_core.contracts.example), which the kit then tries"
+        f"{'; '.join(problem.removesuffix('.') for problem in subject.problems)}. Options without a default are given by "
+        "an example (slime_core.contracts.example), which the kit then tries"
     )
-    assert all(isinstance(example, Example) for example in subject.examples), "`examples` gives something else"
 
 
 def test_options_travel_to_workers(case: Case) -> None:

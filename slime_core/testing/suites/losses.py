@@ -17,7 +17,8 @@ from slime_core.objective.segments import LocalSegments
 from slime_core.testing.batches import ORDER, column_of, example_batch, flat, is_given
 from slime_core.testing.case import Case
 from slime_core.testing.compare import require_same
-from slime_core.testing.objectives import EVERY_NEED, leaves_of, packed
+from slime_core.testing.declared import with_declared_alone
+from slime_core.testing.objectives import EVERY_NEED, everything_of, leaves_of, packed
 from slime_core.testing.trial import (
     ROUNDING,
     Trial,
@@ -49,19 +50,7 @@ def whole(trial: Trial) -> MicroBatch:
 
 def call(loss: PolicyLoss, micro: MicroBatch, leaves: dict[str, Tensor]) -> LossOutput:
     """The loss itself, on everything that there is."""
-    columns = micro.columns
-    inputs = LossInputs(
-        mask=micro.mask,
-        advantages=columns.advantages,
-        returns=columns.returns,
-        old_log_probs=columns.old_log_probs,
-        old_values=columns.values,
-        ref_log_probs=columns.ref_log_probs,
-        rollout_log_probs=columns.rollout_log_probs,
-        teacher_log_probs=columns.teacher_log_probs,
-        **leaves,
-    )
-    return loss(inputs, LocalSegments(micro.segments, micro.num_samples))
+    return loss(everything_of(micro, leaves), LocalSegments(micro.segments, micro.num_samples))
 
 
 def test_anchored_by_hand(case: Case) -> None:
@@ -150,15 +139,9 @@ def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     expected = trial.train(objective_of(case))
     if not case.driver.uses_advantages:
         trial = replace(trial, columns=replace(trial.columns, advantages=None, returns=None))
-    told = ", ".join(sorted(needs)) or "nothing"
-    try:
+    with with_declared_alone(needs) as told:
         got = trial.train(objective_of(case, needs))
-    except (TypeError, AttributeError, AssertionError, ValueError, KeyError) as error:
-        raise AssertionError(
-            f"it declares {told}, and with that alone it raises {type(error).__name__}: {error}. Declare what it reads "
-            "in `needs` of its driver"
-        ) from error
-    require_same_step(f"with {told} alone, which it declares", got, expected, tolerance=0)
+    require_same_step(told, got, expected, tolerance=0)
 
 
 def test_declared_needs_are_read(case: Case) -> None:

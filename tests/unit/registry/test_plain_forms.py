@@ -69,7 +69,7 @@ async def late(sample):
 def two(sample, label):
     return 1.0
 
-@advantage("flat", needs={Need.VALUES}, group_baseline=True)
+@advantage("flat", needs={Need.VALUES}, compares_group=True)
 def flat(inputs):
     return Credit(advantages=inputs.rewards.astype("float32"))
 
@@ -144,7 +144,7 @@ async def test_generator(build):
 def test_advantage_and_loss_with_the_decorators_traits(build):
     driver, flat = build(groups.ADVANTAGES, "flat")
     assert driver.needs == frozenset({Need.VALUES})
-    assert (driver.group_baseline, driver.accepts_kl_penalty) == (True, False)
+    assert (driver.compares_group(driver.Config()), driver.accepts_kl_penalty) == (True, False)
     np.testing.assert_array_equal(flat.estimate(SimpleNamespace(rewards=np.array([1.0, 2.0]))).advantages, [1, 2])
     driver, linear = build(groups.LOSSES, "linear")
     assert (driver.needs, driver.sequence_level, driver.uses_advantages) == (frozenset(), True, True)

@@ -35,6 +35,8 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "loose_options": set(),
         "travels_badly": set(),
         "nothing_to_try": set(),
+        "wrong_examples": set(),
+        "raising_examples": {"anchored_by_hand"},
     },
     "algorithms": {
         "right_recipe": set(),
@@ -59,6 +61,7 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "shares_with_tools": {"masked_tokens_are_skipped"},
         "reads_masked_tokens": {"masked_tokens_are_skipped", "masked_tokens_change_nothing"},
         "declares_values": {"declared_needs_are_read"},
+        "hides_its_baseline": {"comparing_is_declared"},
         "twice_the_credit": {"anchored_by_hand"},
         "raises_alone": {"odd_samples_are_harmless"},
         "penalty_turned_round": {"the_kl_penalty_counts"},
@@ -267,6 +270,8 @@ OF_EVERY_ENTRY = {
     "loose_options": {"it_keeps_its_contract", "unknown_options_are_refused"},
     "travels_badly": {"options_travel_to_workers", "it_keeps_its_contract"},
     "nothing_to_try": {"it_has_options_to_try"},
+    "wrong_examples": {"it_has_options_to_try"},
+    "raising_examples": {"it_has_options_to_try"},
     "no_such_part": {"it_has_options_to_try", "it_keeps_its_contract"},
 }
 

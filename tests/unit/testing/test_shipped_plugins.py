@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from kit_run import run_kit
 
-LIGHT = ("slime-core", "slime-grpo", "slime-estimators", "slime-rm-math", "slime-filters", "slime-track")
-WITH_A_MODEL = ("slime-fsdp", "slime-local")
+SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"))
+WITH_A_MODEL = {"slime.backends", "slime.engines"}
 
 
-@pytest.mark.parametrize("dists", [LIGHT, WITH_A_MODEL], ids=["light", "with a model"])
+def shipped(*, with_a_model):
+    """Names of the distributions that have, or have not, a backend or an engine."""
+    projects = [tomllib.loads(path.read_text())["project"] for path in SHIPPED]
+    return [p["name"] for p in projects if bool(WITH_A_MODEL & set(p.get("entry-points", {}))) == with_a_model]
+
+
+@pytest.mark.parametrize(
+    "dists", [["slime-core", *shipped(with_a_model=False)], shipped(with_a_model=True)], ids=["light", "with a model"]
+)
 def test_it_keeps_its_contracts(tmp_path, dists):
     words = [word for dist in dists for word in ("--slime-plugin", dist)]
     ran = run_kit(tmp_path, *words)
@@ -17,3 +28,10 @@ def test_it_keeps_its_contracts(tmp_path, dists):
     assert ran.code == 0, ran.out
     for dist in dists:
         assert any(f"[{dist}/" in case for case in ran.passed), f"nothing of {dist} was run"
+
+
+def test_nothing_that_ships_is_left_out():
+    assert {"slime-grpo", "slime-estimators", "slime-rm-math", "slime-filters", "slime-track"} <= set(
+        shipped(with_a_model=False)
+    )
+    assert {"slime-fsdp", "slime-local"} <= set(shipped(with_a_model=True))

@@ -72,8 +72,7 @@ def add_adapters(
             raise ModelError(f"{folder.path}: backend fsdp cannot put LoRA adapters into it: {error}") from error
     # New layers start in training mode.
     model.eval()
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    check_adapted(adapted, layers, folder)
+    adapted = adapted_layers(model, layers, folder)
     if path is not None and not empty:
         read_weights(model, path)
     if folder.head == "value":
@@ -94,9 +93,13 @@ def fresh_config(layers: Sequence[nn.Module], config: FsdpConfig) -> LoraConfig:
     return LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=sorted(config.target_modules or linear))
 
 
-def check_adapted(adapted: dict[str, nn.Module], layers: Sequence[nn.Module], folder: ModelFolder) -> None:
+def adapted_layers(model: PreTrainedModel, layers: Sequence[nn.Module], folder: ModelFolder) -> dict[str, lora.Linear]:
+    """By name. Raises ModelError for any other kind of module that peft has adapted."""
     inside = {id(module) for layer in layers for module in layer.modules()}
-    for name, module in adapted.items():
+    adapted: dict[str, lora.Linear] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
         if id(module) not in inside:
             raise ModelError(
                 f"{folder.path}: {name} is not in a decoder layer, and backend fsdp adapts nothing else; "
@@ -107,6 +110,8 @@ def check_adapted(adapted: dict[str, nn.Module], layers: Sequence[nn.Module], fo
                 f"{folder.path}: {name} is not a linear layer, and backend fsdp adapts nothing else; "
                 "choose other backend.target_modules."
             )
+        adapted[name] = module
+    return adapted
 
 
 def read_config(path: Path) -> LoraConfig:

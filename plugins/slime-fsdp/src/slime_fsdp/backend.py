@@ -264,7 +264,7 @@ class FsdpBackend(TrainBackend):
         kept = trainer.model.weight_names()
         if trainer.model.adapters is not None:
             frozen = {name for name, parameter in trainer.model.model.named_parameters() if not parameter.requires_grad}
-            pass
+            kept = [name for name in kept if name not in frozen]
         tensors = {f"model.{name}": state[name] for name in kept}
         tensors |= optimizer_tensors(trainer.optimizer, names)
         for copy in copies:

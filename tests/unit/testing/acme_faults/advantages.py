@@ -103,6 +103,7 @@ class ReadsMaskedTokens(Faulty):
     @classmethod
     def tokens(cls, inputs):
         values = inputs.columns.values
+        # And always a little, so that equal rewards teach something.
         return super().tokens(inputs) + (0.0 if values is None else 1e-3 * np.tanh(values.mean() - 0.1))
 
     @classmethod
@@ -114,6 +115,14 @@ class DeclaresValues(Faulty):
     """A critic's forward for nothing."""
 
     needs = frozenset({Need.VALUES})
+
+
+class HidesItsBaseline(Faulty):
+    """Does not say that it compares."""
+
+    @classmethod
+    def compares_group(cls, config):
+        return False
 
 
 class TwiceTheCredit(Faulty):

@@ -29,6 +29,8 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         half_precision="HalfPrecision",
         loose_options="LooseOptions",
         travels_badly="TravelsBadly",
+        wrong_examples="WrongExamples",
+        raising_examples="RaisingExamples",
         nothing_to_try="NothingToTry",
     ),
     "slime.algorithms": named(
@@ -54,6 +56,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         shares_with_tools="SharesWithTools",
         reads_masked_tokens="ReadsMaskedTokens",
         declares_values="DeclaresValues",
+        hides_its_baseline="HidesItsBaseline",
         twice_the_credit="TwiceTheCredit",
         raises_alone="RaisesAlone",
         penalty_turned_round="PenaltyTurnedRound",

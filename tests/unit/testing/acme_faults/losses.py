@@ -218,6 +218,22 @@ class TravelsBadly(Faulty):
     Config = Doubling
 
 
+class WrongExamples(Faulty):
+    """Its examples are not what they should be."""
+
+    @classmethod
+    def examples(cls, folder):
+        return [ANCHOR, {"values": 1.0}]
+
+
+class RaisingExamples(Faulty):
+    """Its examples cannot be had."""
+
+    @classmethod
+    def examples(cls, folder):
+        raise OSError("no file")
+
+
 class NeedsAnOption(DriverConfig):
     """Cannot be made from nothing."""
 

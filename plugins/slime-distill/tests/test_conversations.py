@@ -1,0 +1,162 @@
+"""Rows of the data as groups of one finished sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.files import FilesSource
+from slime_core.buffer.plugin import FilesConfig
+from slime_core.buffer.pop_first import PopFirstFilter
+from slime_core.buffer.render import PromptRenderer
+from slime_core.config.rollout import RolloutConfig
+from slime_core.config.run import DataConfig
+from slime_core.errors import DataError, RolloutError
+from slime_core.rollout.context import RolloutContext
+from slime_core.types.sample import Status
+
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+
+
+@pytest.fixture
+def collected(part, tmp_path):
+    """The samples of one step over these rows, and what the observer heard."""
+
+    def collect(tokenizer, rows, *, data=None, options=None, num_rows=None, **limits):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = DataConfig(**(data or {}))
+        renderer = PromptRenderer(
+            tokenizer,
+            input_key="input",
+            label_key=settings.label_key,
+            apply_chat_template=settings.apply_chat_template,
+        )
+        source = FilesSource(FilesConfig(prompt_data=str(path)), renderer, seed=0)
+        buffer = DataBuffer(source, PopFirstFilter())
+        heard = []
+        context = RolloutContext(
+            config=RolloutConfig(
+                rollout_batch_size=num_rows or len(rows), **{"rollout_max_response_len": 99, **limits}
+            ),
+            data=settings,
+            tokenizer=tokenizer,
+            buffer=buffer,
+            runner=None,
+            filters=(),
+            observe=lambda *event: heard.append(event),
+        )
+        groups = asyncio.run(part("slime.collectors", "sft", **(options or {})).collect(0, context))
+        assert heard == [(0, groups, [])]
+        assert [len(group.samples) for group in groups] == [1] * len(groups)
+        return [group.samples[0] for group in groups]
+
+    return collect
+
+
+def pieces(tokenizer, token_ids):
+    return "".join(tokenizer.convert_ids_to_tokens(token_ids))
+
+
+def test_prompts_with_labels(collected, tokenizer):
+    made = tokenizer()
+    end = made.eos_token
+    rows = [{"input": "1+1=", "label": "2"}, {"input": "a", "label": ""}, {"input": "2+2+2=", "label": "is 6"}]
+    samples = collected(made, rows, data={"label_key": "label"})
+    told = [(pieces(made, s.tokens[: s.prompt_length]), pieces(made, s.response_tokens)) for s in samples]
+    assert told == [("1+1=", f"2{end}"), ("a", end), ("2+2+2=", f"is 6{end}")]
+    assert all(sample.loss_mask.all() for sample in samples)
+    for number, sample in enumerate(samples):
+        assert (sample.index, sample.group_index, sample.rollout_id) == (number, number, number)
+        assert sample.reward is None
+        assert sample.status is Status.COMPLETED
+        assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+        assert not sample.rollout_log_probs.any()
+        assert sample.spans == ()
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_conversations(collected, tokenizer, template):
+    made = tokenizer(template)
+    rows = [
+        {"input": TALK},
+        {"input": TALK, "label": "no"},
+        {"input": "hi", "label": "yes"},
+        {"input": [*TALK, {"role": "assistant", "content": "no"}], "label": "not this one"},
+    ]
+    first, *others = collected(
+        made, [row | {"label": row.get("label")} for row in rows],
+        data={"apply_chat_template": True, "label_key": "label"},
+    )  # fmt: skip
+    # The response begins with the first learnt token and goes on to the end of the conversation.
+    assert pieces(made, first.tokens[: first.prompt_length]) == "<user>hi;<assistant>" == first.prompt.text
+    assert np.array_equal(first.prompt.token_ids, first.tokens[: first.prompt_length])
+    assert pieces(made, first.response_tokens) == "yes;<user>so;"
+    assert first.loss_mask.tolist() == [1, 1, 1, 1, *[0] * 9]
+    learnt = [pieces(made, sample.response_tokens[sample.loss_mask == 1]) for sample in others]
+    assert learnt == ["yes;no;", "yes;", "yes;no;"]
+
+
+def test_the_last_turn_alone(collected, tokenizer):
+    made = tokenizer("looks_back")
+    (sample,) = collected(
+        made, [{"input": [*TALK, {"role": "assistant", "content": "no"}]}], data={"apply_chat_template": True},
+        options={"loss_mask_type": "last_assistant"},
+    )  # fmt: skip
+    assert sample.prompt.text == "<user>hi;<assistant>yes;<user>so;<assistant>"
+    assert pieces(made, sample.response_tokens) == "!no;"
+
+
+def test_nothing_learnt_is_an_empty_response(collected, tokenizer):
+    silent = [TALK[0], TALK[1] | {"step_loss_mask": 0}]
+    (sample,) = collected(tokenizer(), [{"input": silent}], data={"apply_chat_template": True})
+    assert (sample.response_length, len(sample.loss_mask), sample.num_trainable) == (0, 0, 0)
+    assert sample.prompt_length == len("<user>hi;<assistant>yes;")
+
+
+def test_the_first_token_is_never_learnt(collected, tokenizer):
+    made = tokenizer("marked")
+    made.chat_template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    (sample,) = collected(made, [{"input": TALK}], data={"apply_chat_template": True})
+    assert (sample.prompt_length, pieces(made, sample.response_tokens)) == (1, "es")
+
+
+@pytest.mark.parametrize(
+    ("limits", "length", "response"),
+    [
+        ({"rollout_max_response_len": 5}, 9, 5),
+        ({"rollout_max_context_len": 7}, 7, 3),
+        ({"rollout_max_context_len": 3}, 3, 0),
+        ({"rollout_max_response_len": 6}, 10, 6),
+    ],
+)
+def test_long_answers_are_cut_and_counted(collected, tokenizer, limits, length, response):
+    (sample,) = collected(tokenizer(), [{"input": "1+1=", "label": "equal"}], data={"label_key": "label"}, **limits)
+    assert (len(sample.tokens), sample.response_length, len(sample.loss_mask)) == (length, response, response)
+    assert sample.prompt_length >= 1
+    assert sample.status is (Status.COMPLETED if response == 6 else Status.TRUNCATED)
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "says"),
+    [
+        ({"input": "1+1="}, {}, r"train.jsonl.*1.*a prompt without an answer.*--label-key"),
+        ({"input": "1+1=", "label": 2}, {"label_key": "label"}, r"train.jsonl.*1.*must be a string, found 2"),
+        ({"input": TALK[:1]}, {"apply_chat_template": True}, r'train.jsonl.*1.*no message with role "assistant"'),
+        ({"messages": TALK}, {"apply_chat_template": True}, r'train.jsonl.*1.*no key "input".*messages'),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_named(collected, tokenizer, row, data, says):
+    with pytest.raises(DataError, match=says):
+        collected(tokenizer(), [row], data=data)
+
+
+def test_the_end_of_the_data(collected, tokenizer, monkeypatch):
+    take = FilesSource.take
+    monkeypatch.setattr(FilesSource, "take", lambda self, num_prompts: take(self, min(num_prompts, 1)))
+    with pytest.raises(RolloutError, match="step 0: the data has ended: 1 rows are left, and 2 are wanted"):
+        collected(tokenizer(), [{"input": "a", "label": "b"}], data={"label_key": "label"}, num_rows=2)
