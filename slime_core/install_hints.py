@@ -34,6 +34,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "random"),
     },
+    groups.COLLECTORS: {"slime-distill": ("sft",)},
     groups.FILTERS: {
         "slime-filters": ("nonzero_std", "pass_rate_band", "length", "overlong_filter", "priority", "fresh_first"),
     },

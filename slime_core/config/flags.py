@@ -117,7 +117,9 @@ class FlagTable:
 
     def find(self, name: str) -> tuple[Flag | None, bool]:
         """The flag, and whether it was said as --no-NAME."""
-        spelled = name.replace("_", "-") if "." not in name else name.replace("-", "_")
+        dashed = name.replace("_", "-")
+        # A path has underscores, a plugin's option behind a prefix (`--collector.some-key`) has dashes.
+        spelled = dashed if "." not in name or dashed in self.by_name else name.replace("-", "_")
         if spelled in self.by_name:
             return self.by_name[spelled], False
         positive = self.by_name.get(spelled[3:]) if spelled.startswith(("no-", "no_")) else None

@@ -146,7 +146,9 @@ def test_a_teacher_of_another_vocabulary(tiny: TinyRun) -> None:
 
 
 TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-LOOKS_BACK = "{% for m in messages %}={% if loop.last and m.role == 'assistant' %} {% endif %}{{ m.content }}{% endfor %}"
+LOOKS_BACK = (
+    "{% for m in messages %}={% if loop.last and m.role == 'assistant' %} {% endif %}{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(

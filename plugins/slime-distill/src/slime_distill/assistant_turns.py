@@ -109,7 +109,7 @@ class AssistantTurns:
                     f"{origin}: the chat template writes the beginning of the conversation, up to message {number}, in "
                     "another way once the rest follows, so that this turn's tokens cannot be told. Put {% generation %} "
                     "and {% endgeneration %} around what the assistant writes in the model's chat template, or learn the "
-                    "last turn alone: --collector.loss-mask-type last_assistant."
+                    "last turn alone: --rollout.collector sft --collector.loss-mask-type last_assistant."
                 )
             turns.append((len(before), len(through)))
         return Rendered(whole, tuple(turns))

@@ -180,9 +180,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
 MODELS = "acme_faults.models"
 MODEL_ENTRIES: Mapping[str, Mapping[str, str]] = {
     "slime.backends": {
-        "shifted_scores": f"{MODELS}:SHIFTED_SCORES",
-        "averages_micros": f"{MODELS}:AVERAGES_MICROS",
-        "twice_the_gradient": f"{MODELS}:TWICE_THE_GRADIENT",
+        "careless_sums": f"{MODELS}:CARELESS_SUMS",
         "unrepeatable": f"{MODELS}:UNREPEATABLE",
         "careless_state": f"{MODELS}:CARELESS_STATE",
         "careless_checks": f"{MODELS}:CARELESS_CHECKS",
@@ -193,8 +191,6 @@ MODEL_ENTRIES: Mapping[str, Mapping[str, str]] = {
         "careless_sampling": f"{MODELS}:CARELESS_SAMPLING",
         "careless_control": f"{MODELS}:CARELESS_CONTROL",
         "careless_versions": f"{MODELS}:CARELESS_VERSIONS",
-        "swallows_stops": f"{MODELS}:SWALLOWS_STOPS",
         "blocks": f"{MODELS}:BLOCKS",
-        "fragile": f"{MODELS}:FRAGILE",
     },
 }

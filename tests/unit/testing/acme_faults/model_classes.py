@@ -14,14 +14,6 @@ from slime_fsdp.backend import FsdpBackend
 from slime_local.engine import LocalEngine
 
 
-class ShiftedScores(FsdpBackend):
-    """Each token gets the log-prob of the one before."""
-
-    def score(self, micros, **asked):
-        scores = super().score(micros, **asked)
-        return [one if one.log_probs is None else replace(one, log_probs=np.roll(one.log_probs, 1)) for one in scores]
-
-
 def scaled(objective, factor):
     class Scaled:
         reads_values = objective.reads_values
@@ -35,11 +27,15 @@ def scaled(objective, factor):
     return Scaled()
 
 
-class AveragesMicros(FsdpBackend):
-    """A mean of micro-batches, where a sum belongs."""
+class CarelessSums(FsdpBackend):
+    """A mean of micro-batches, where a sum belongs; and each token gets the log-prob of the one before."""
 
     def train_step(self, micros, objective):
         return super().train_step(micros, scaled(objective, 1 / len(micros)))
+
+    def score(self, micros, **asked):
+        scores = super().score(micros, **asked)
+        return [one if one.log_probs is None else replace(one, log_probs=np.roll(one.log_probs, 1)) for one in scores]
 
 
 class TwiceTheGradient(FsdpBackend):
@@ -116,13 +112,20 @@ class ShiftedLogProbs(Engine):
 
 
 class CarelessSampling(Engine):
-    """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, a streamed answer is lost."""
+    """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, the stop token is taken off, a
+    streamed answer is lost."""
 
     def before(self, request):
         sampling = replace(request.sampling, stop=())
         if sampling.temperature == 0:
             sampling = replace(sampling, temperature=1.0)
         return replace(request, sampling=sampling, seed=request.seed % 1000)
+
+    def after(self, answer):
+        if answer.finish_reason is not FinishReason.STOP:
+            return answer
+        spans = tuple(span._replace(end=min(span.end, len(answer.token_ids) - 1)) for span in answer.spans)
+        return replace(answer, token_ids=answer.token_ids[:-1], log_probs=answer.log_probs[:-1], spans=spans)
 
     async def stream(self, requests):
         answers = [answer async for answer in super().stream(requests)]
@@ -150,25 +153,15 @@ class CarelessControl(Engine):
 
 
 class CarelessVersions(Engine):
-    """One span for all tokens, no version but the first, and an abort gives away what there was."""
+    """Does not say which policy wrote what, knows no version but the first, and calls an abort a full budget."""
 
     def after(self, answer):
         if answer.finish_reason is FinishReason.ABORT:
             return replace(answer, finish_reason=FinishReason.LENGTH)
-        spans = answer.spans
-        return replace(answer, spans=(spans[0]._replace(end=spans[-1].end),) if spans else ())
+        return replace(answer, spans=())
 
     async def version(self):
         return -1
-
-
-class SwallowsStops(Engine):
-    """Takes the stop token off, and gets its spans wrong."""
-
-    def after(self, answer):
-        if answer.finish_reason is not FinishReason.STOP:
-            return answer
-        return replace(answer, token_ids=answer.token_ids[:-1], log_probs=answer.log_probs[:-1])
 
 
 class Blocks(Engine):
@@ -181,15 +174,3 @@ class Blocks(Engine):
             self._decoder.step()
         self._consider()
         return await answers
-
-
-class Fragile(Engine):
-    """Does not say which policy wrote what, and dies of an abort that comes too early."""
-
-    def after(self, answer):
-        return replace(answer, spans=())
-
-    async def abort(self, request_ids=None):
-        if self._decoder._waiting:
-            self._task.cancel()
-        await super().abort(request_ids)
