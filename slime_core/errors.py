@@ -54,6 +54,10 @@ class RolloutError(SlimeError):
     exit_code = 4
 
 
+class RolloutsExhausted(RolloutError):
+    """No more groups are to be had: the filters reject all there is, or the prompts have ended."""
+
+
 class EngineError(SlimeError):
     """A rollout engine died, hung, or answered with something that cannot be right."""
 

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from slime_core.buffer.buffer import BufferSnapshot
-from slime_core.errors import Interrupted
+from slime_core.errors import Interrupted, RolloutsExhausted
 from slime_core.session import Session
 from slime_core.types.sample import SampleGroup
 
@@ -118,10 +118,12 @@ async def run_loop(session: Session) -> None:
             if due.evaluate:
                 await session.evaluate(step)
             session.raise_if_stopped()
-    except Exception:
+    except Exception as error:
         await schedule.abandon()
         await session.save_unsaved()
-        raise
+        if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
+            raise
+        await session.end_early(str(error))
 
 
 async def evaluate_at_start(session: Session) -> None:

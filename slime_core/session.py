@@ -92,6 +92,8 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    ended_early: str | None = None
+    """Why there were fewer steps than num_rollout."""
     mid_step: bool = False
     """The trainers have begun a step that `state` does not count yet."""
 
@@ -241,6 +243,19 @@ class Session:
         """The mean reward on each evaluation set, by name."""
         names = [settings.name for settings in self.run.evals]
         return {} if report is None else {name: report.metrics[f"eval/{name}"] for name in names}
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether exhausted rollouts end the run instead of failing it."""
+        return self.run.config.rollout.on_exhausted == "finish" and self.state.rollout_id > 0
+
+    async def end_early(self, reason: str) -> None:
+        """What follows the last step, after the step that turned out to be the last."""
+        last = self.state.rollout_id - 1
+        await self.publish()
+        if not self.is_due(last).evaluate or self.last_eval is None:
+            await self.evaluate(last)
+        self.ended_early = reason
 
     def raise_if_stopped(self) -> None:
         if self.stop_requested.is_set():

@@ -13,13 +13,15 @@ from slime_core.session import Session
 
 
 def write_summary(session: Session) -> dict[str, Any]:
-    """{steps, seconds, tokens, eval: {before, after}, resolved}."""
+    """{steps, seconds, tokens, eval: {before, after}, resolved}; and ended_early, the reason, if it did."""
+    early = {} if session.ended_early is None else {"ended_early": session.ended_early}
     summary = {
         "steps": session.state.rollout_id,
         "seconds": round(session.state.seconds + time.perf_counter() - session.started, 3),
         "tokens": session.state.tokens,
         "eval": {"before": dict(session.state.eval_before), "after": session.accuracies(session.last_eval)},
         "resolved": resolved(session.run),
+        **early,
     }
     write_text(session.folder.summary, json.dumps(summary, indent=2))
     return summary

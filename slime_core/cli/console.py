@@ -110,6 +110,8 @@ class Console:
             for name, value in after.items():
                 table.add_row(name, f"{before[name]:.3f}" if name in before else "", f"{value:.3f}")
             self._rich.print(table)
+        if "ended_early" in summary:
+            self._rich.print(f"ended after {summary['steps']} steps: {escape(summary['ended_early'])}")
         written = [folder.summary, folder.hf, *sorted(folder.path.glob("*.png"))]
         self._rich.print("written: " + ", ".join(escape(str(path)) for path in written if path.exists()))
 

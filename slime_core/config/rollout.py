@@ -46,7 +46,10 @@ class RolloutConfig(Table):
     collector: PluginTable | None = None
     """How groups come together; `replay` takes them from a dump. By default as the algorithm says, else `accepted`."""
     max_filtered_groups: int | None = Field(None, gt=0)
-    """With so many rejected groups in one step the run fails; by default 10 x rollout_batch_size."""
+    """With so many rejected groups in one step the rollouts are exhausted; by default 10 x rollout_batch_size."""
+    on_exhausted: Literal["error", "finish"] = "error"
+    """When the filters reject too many groups or the prompts end: the run fails, or it ends there as it would after
+    num_rollout. A run fails in any case if nothing has been trained yet."""
     max_retries: int = Field(3, ge=0)
     """How often a failed sample is generated again."""
     on_failed_group: Literal["requeue", "drop"] = "requeue"

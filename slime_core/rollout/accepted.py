@@ -16,7 +16,7 @@ from slime_core.buffer.item import BufferItem
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import FilterDecision, GroupFilter
-from slime_core.errors import RolloutError
+from slime_core.errors import RolloutsExhausted
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
 from slime_core.types.sample import SampleGroup
@@ -80,7 +80,7 @@ class AcceptedGroups(Collector):
     def _submit(self, context: RolloutContext, num_groups: int, step: int) -> list[Submitted]:
         items = context.buffer.get_samples(num_groups)
         if not items:
-            raise RolloutError(f"step {step}: the data has ended; there is no prompt left to generate from.")
+            raise RolloutsExhausted(f"step {step}: the data has ended; there is no prompt left to generate from.")
         assert context.runner is not None
         return [Submitted(item, context.runner.start(item.prompt, item.samples)) for item in items]
 
@@ -116,10 +116,10 @@ class AcceptedGroups(Collector):
         limit = config.max_filtered_groups or 10 * config.rollout_batch_size
         if tally.rejected.total() >= limit:
             reasons = ", ".join(f"{name} {count}" for name, count in tally.rejected.most_common())
-            raise RolloutError(
+            raise RolloutsExhausted(
                 f"step {step}: {tally.rejected.total()} groups were rejected while {len(tally.accepted)} of "
-                f"{config.rollout_batch_size} were accepted ({reasons}). Look at the filters and the reward, or raise "
-                "--max-filtered-groups."
+                f"{config.rollout_batch_size} were accepted ({reasons}). Look at the filters and the reward, raise "
+                "--max-filtered-groups, or let the run end here when nothing is left to learn: --on-exhausted finish."
             )
 
     async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted], *, wait_for_rewards: bool) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -312,3 +313,41 @@ def test_no_space_left(moody: TinyRun, small_disk: Path) -> None:
 
     filler.unlink()
     finish(moody)
+
+
+FIRST_STEPS_ONLY = '''
+"""Nothing passes once six groups have been judged: what a filter sees when everything is learnt."""
+from slime_core.contracts.filter import FilterDecision, FilterDriver, GroupFilter
+from slime_core.plugin import driver
+
+
+class FirstSteps(GroupFilter):
+    def decide(self, group):
+        return FilterDecision(keep=group.samples[0].group_index < 6, reason="learnt")
+
+
+@driver("slime.filters", "first_steps")
+class FirstStepsFilter(FilterDriver):
+    @classmethod
+    def build(cls, config):
+        return FirstSteps()
+'''
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rollouts_that_are_exhausted_fail_the_run_or_finish_it(tiny: TinyRun, ahead: int) -> None:
+    (tiny / "first_steps.py").write_text(FIRST_STEPS_ONLY)
+    words = ["--plugin", "first_steps.py", "--filters", "first_steps", "--eval-prompt-data", "held", "train.jsonl"]
+    words += ["--rollout.ahead", str(ahead), "--save-interval", "2"]
+    ended = tiny.run(*words)
+    assert ended.code == 4
+    assert re.search(r"20 groups were rejected while 0 of 2 were accepted \(learnt 20\).*--on-exhausted finish", ended.error)
+    assert tiny.steps() == [0, 1, 2] and tiny.checkpoints()[-1] == "step_3"
+    ended = tiny.run(*words, "--fresh", "--name", "finished", "--on-exhausted", "finish")
+    assert ended.code == 0, ended.err
+    assert "ended after 3 steps: step 3: 20 groups were rejected" in ended.out
+    assert tiny.steps(run="finished") == [0, 1, 2] and tiny.checkpoints("finished")[-1] == "step_3"
+    # What follows the last step follows this one: its weights are evaluated, and reach the user.
+    assert tiny.steps("eval/step", "finished") == [0, 3]
+    summary = json.loads((tiny.runs / "finished" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["ended_early"].startswith("step 3: 20 groups")
