@@ -1,6 +1,8 @@
 """What algorithms learn on the arithmetic example: one `slime run` for each algorithm and seed, one after the other.
 
-Prints held-out accuracy before and after; exit code 1 if a run fails, or gains less than --gain on one of its evaluation sets.
+Reinforcement learning starts from the warm start and has to reach an accuracy of --goal on problems it has not seen. `sft`
+starts from random weights and has to reach that warm start; `opd` has to come within --behind of its teacher, which is what
+the first algorithm of the same seed has learnt. Exit code 1 if a run fails or falls short on one of its evaluation sets.
 Draws all curves in one picture. What follows `--` is passed on to `slime run`.
 
     python benchmarks/learn.py
@@ -15,7 +17,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,11 @@ from slime_core import groups
 from slime_core.registry import Registry
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN_FILE = ROOT / "examples" / "arithmetic" / "run.toml"
+EXAMPLE = ROOT / "examples" / "arithmetic"
+RUN_FILE = EXAMPLE / "run.toml"
+OPD, SFT = "opd", "sft"
+OWN_RUN_FILES = {OPD: EXAMPLE / "opd.toml", SFT: EXAMPLE / "sft.toml"}
+"""Algorithms that do not learn from rewards."""
 PICTURE = ROOT / "docs" / "images" / "learning-curves.png"
 SLIME = Path(sys.executable).with_name("slime")
 
@@ -49,19 +55,22 @@ class Learned:
     after: dict[str, float] | None = None
     curves: dict[str, list[tuple[int, float]]] | None = None
     """By evaluation set: rollout steps trained, accuracy."""
+    wanted: dict[str, float] | None = None
+    """The accuracy to reach on each evaluation set."""
 
-    def passes(self, gain: float) -> bool:
-        """Whether every evaluation set gained that much."""
-        if not self.before or not self.after:
+    @property
+    def passes(self) -> bool:
+        if not self.after or not self.wanted:
             return False
-        return all(self.after[name] - accuracy >= gain for name, accuracy in self.before.items())
+        return all(self.after[name] >= accuracy for name, accuracy in self.wanted.items())
 
 
 def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
-    """Registered algorithms that the run file can be run with as it is; says why others cannot."""
-    names = sorted({entry.name for entry in Registry.from_environment().entries(groups.ALGORITHMS)})
+    """Registered algorithms that the run file can be run with as it is, then those with one of their own; says why others
+    cannot."""
+    names = {entry.name for entry in Registry.from_environment().entries(groups.ALGORITHMS)}
     usable = []
-    for name in names:
+    for name in sorted(names - OWN_RUN_FILES.keys()):
         tried = subprocess.run(
             [str(SLIME), "run", str(RUN_FILE), "--algo", name, "--dry-run", *extra], capture_output=True, text=True
         )
@@ -69,13 +78,17 @@ def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
             usable.append(name)
         else:
             console.print(f"without {name}: {tried.stderr.strip()}", markup=False)
-    return usable
+    return [*usable, *OWN_RUN_FILES]
 
 
-def learn(algo: str, seed: int, runs_dir: Path, extra: Sequence[str]) -> Learned:
+def learn(algo: str, seed: int, teacher: Path | None, runs_dir: Path, extra: Sequence[str]) -> Learned:
     """Runs it from the start, whatever is in its folder."""
     name = f"{algo}-{seed}"
-    command = [str(SLIME), "run", str(RUN_FILE), "--algo", algo, "--seed", str(seed)]
+    command = [str(SLIME), "run", str(OWN_RUN_FILES.get(algo, RUN_FILE)), "--seed", str(seed)]
+    if algo not in OWN_RUN_FILES:
+        command += ["--algo", algo]
+    if algo == OPD and teacher is not None:
+        command += ["--opd-teacher-load", str(teacher)]
     command += ["--name", name, "--runs-dir", str(runs_dir), "--fresh", *extra]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
@@ -106,17 +119,35 @@ def line_of(run: Learned) -> str:
     return f"{run.algo}, seed {run.seed}: {sets} in {run.steps} steps, {run.seconds:.0f} s"
 
 
-def table_of(runs: Sequence[Learned], gain: float) -> Table:
+def with_goals(runs: Sequence[Learned], goal: float, behind: float) -> list[Learned]:
+    """Each with what it had to reach: a number, its teacher's accuracy, or the warm start of the others."""
+    judged = []
+    for run in runs:
+        first = next((r for r in runs if r.seed == run.seed and r.algo not in OWN_RUN_FILES and r.after), None)
+        if run.algo not in OWN_RUN_FILES:
+            wanted: dict[str, float] | None = dict.fromkeys(run.after or {}, goal)
+        elif first is None or first.before is None or first.after is None:
+            wanted = None
+        elif run.algo == OPD:
+            wanted = {name: accuracy - behind for name, accuracy in first.after.items()}
+        else:
+            wanted = first.before
+        judged.append(replace(run, wanted=wanted))
+    return judged
+
+
+def table_of(runs: Sequence[Learned]) -> Table:
     sets = list(dict.fromkeys(name for run in runs for name in run.after or {}))
-    table = Table(box=SIMPLE, title=f"held-out accuracy, before and after; wanted: {gain:+g}")
+    table = Table(box=SIMPLE, title="held-out accuracy, before and after; in brackets what was wanted")
     for title in ("algorithm", "seed", *sets, "steps", "seconds", ""):
         table.add_column(title, justify="left" if title in ("algorithm", "") else "right", no_wrap=True)
     for run in runs:
         if run.before is None or run.after is None:
             table.add_row(run.algo, str(run.seed), *("" for _ in sets), "", "", "[red]failed[/]")
             continue
-        accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f}" for name in sets]
-        verdict = "[green]learns[/]" if run.passes(gain) else "[red]too little[/]"
+        wanted = {name: "?" if run.wanted is None else f"{run.wanted[name]:.2f}" for name in run.after}
+        accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f} ({wanted[name]})" for name in sets]
+        verdict = "[green]learns[/]" if run.passes else "[red]too little[/]"
         table.add_row(run.algo, str(run.seed), *accuracies, str(run.steps), f"{run.seconds:.0f}", verdict)
     return table
 
@@ -162,20 +193,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algos", nargs="+", metavar="NAME", help="by default all that the example can be run with")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
-    parser.add_argument("--gain", type=float, default=0.3, help="accuracy to gain on every evaluation set")
+    parser.add_argument("--goal", type=float, default=0.8, help="accuracy to reach on every evaluation set")
+    parser.add_argument("--behind", type=float, default=0.05, help="how far opd may stay behind its teacher")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs") / "learn", help="what is there is overwritten")
     asked = parser.parse_args(own)
 
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     runs: list[Learned] = []
+    teachers: dict[int, Path] = {}
     for algo in asked.algos or usable_algorithms(extra, console):
         for seed in asked.seeds:
-            runs.append(learn(algo, seed, asked.runs_dir, extra))
-            console.print(line_of(runs[-1]), markup=False)
-    console.print(table_of(runs, asked.gain))
+            run = learn(algo, seed, teachers.get(seed), asked.runs_dir, extra)
+            console.print(line_of(run), markup=False)
+            runs.append(run)
+            if algo not in OWN_RUN_FILES and run.after:
+                teachers.setdefault(seed, (asked.runs_dir / f"{algo}-{seed}" / "hf").resolve())
+    runs = with_goals(runs, asked.goal, asked.behind)
+    console.print(table_of(runs))
     draw(runs, asked.picture)
-    if not runs or not all(run.passes(asked.gain) for run in runs):
+    if not runs or not all(run.passes for run in runs):
         sys.exit(1)
 
 

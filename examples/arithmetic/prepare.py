@@ -130,6 +130,7 @@ def warm_up(start: Path, target: Path, pairs: list[tuple[int, int]], *, enough: 
             if chance >= enough:
                 break
         backend.train_step([micro], objective)
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     backend.save_hf(target)
     load_tokenizer(start, trust_remote_code=False).save_pretrained(target)

@@ -341,7 +341,9 @@ def test_rollouts_that_are_exhausted_fail_the_run_or_finish_it(tiny: TinyRun, ah
     words += ["--rollout.ahead", str(ahead), "--save-interval", "2"]
     ended = tiny.run(*words)
     assert ended.code == 4
-    assert re.search(r"20 groups were rejected while 0 of 2 were accepted \(learnt 20\).*--on-exhausted finish", ended.error)
+    assert re.search(
+        r"20 groups were rejected while 0 of 2 were accepted \(learnt 20\).*--on-exhausted finish", ended.error
+    )
     assert tiny.steps() == [0, 1, 2] and tiny.checkpoints()[-1] == "step_3"
     ended = tiny.run(*words, "--fresh", "--name", "finished", "--on-exhausted", "finish")
     assert ended.code == 0, ended.err
