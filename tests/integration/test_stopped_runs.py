@@ -344,12 +344,15 @@ def test_rollouts_that_are_exhausted_fail_the_run_or_finish_it(tiny: TinyRun, ah
     assert re.search(
         r"20 groups were rejected while 0 of 2 were accepted \(learnt 20\).*--on-exhausted finish", ended.error
     )
-    assert tiny.steps() == [0, 1, 2] and tiny.checkpoints()[-1] == "step_3"
+    assert tiny.steps() == [0, 1, 2]
+    assert tiny.checkpoints()[-1] == "step_3"
     ended = tiny.run(*words, "--fresh", "--name", "finished", "--on-exhausted", "finish")
     assert ended.code == 0, ended.err
     assert "ended after 3 steps: step 3: 20 groups were rejected" in ended.out
-    assert tiny.steps(run="finished") == [0, 1, 2] and tiny.checkpoints("finished")[-1] == "step_3"
+    assert tiny.steps(run="finished") == [0, 1, 2]
+    assert tiny.checkpoints("finished")[-1] == "step_3"
     # What follows the last step follows this one: its weights are evaluated, and reach the user.
     assert tiny.steps("eval/step", "finished") == [0, 3]
     summary = json.loads((tiny.runs / "finished" / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["ended_early"].startswith("step 3: 20 groups")
+    assert summary["steps"] == 3
+    assert summary["ended_early"].startswith("step 3: 20 groups")
