@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE
@@ -159,7 +160,8 @@ def draw(runs: Sequence[Learned], path: Path) -> None:
     if not sets:
         return
     algos = list(dict.fromkeys(run.algo for run in drawn))
-    figure = Figure(figsize=(4.6 * len(sets), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.6 * len(sets) + 2.4, 3.6), layout="constrained")
+    colours = colormaps["tab20"].colors
     axes = figure.subplots(1, len(sets), sharex=True, sharey=True, squeeze=False)[0]
     for panel, name in zip(axes, sets, strict=True):
         for run in drawn:
@@ -168,7 +170,10 @@ def draw(runs: Sequence[Learned], path: Path) -> None:
             panel.plot(
                 [step for step, _ in points],
                 [accuracy for _, accuracy in points],
-                color=f"C{algos.index(run.algo)}",
+                color="black"
+                if run.algo == SFT
+                else colours[2 * algos.index(run.algo) % 20 + algos.index(run.algo) // 10],
+                linestyle="--" if run.algo in OWN_RUN_FILES else "-",
                 label=run.algo if first else None,
                 linewidth=1.6,
                 marker="o",
@@ -181,7 +186,7 @@ def draw(runs: Sequence[Learned], path: Path) -> None:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("held-out accuracy")
-    axes[-1].legend(loc="lower right", frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from slime_core.batch.assemble import assemble
 from slime_core.batch.denominators import split_steps
+from slime_core.batch.nonfinite import leave_out, name_samples, nonfinite_samples
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
 from slime_core.contracts.needs import Need
@@ -25,7 +26,7 @@ from slime_core.metrics import (
     rollout_metrics,
     step_metrics,
 )
-from slime_core.objective.credit import CreditRules, assign_credit, require_finite
+from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
@@ -49,6 +50,7 @@ class LearnerPlan:
     rules: CreditRules
     rollouts_per_batch: int
     train_short_batch: bool
+    skip_nonfinite: bool = False
     max_skipped_steps: int
     ref_update_interval: int | None
 
@@ -64,6 +66,7 @@ class LearnerPlan:
             or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),
             rules=credit_rules(run, run.algo),
             rollouts_per_batch=run.rollouts_per_batch,
+            skip_nonfinite=run.config.train.on_nonfinite == "skip",
             train_short_batch=run.config.train.on_short_batch == "train",
             max_skipped_steps=run.config.train.max_skipped_steps,
             ref_update_interval=run.config.train.ref_update_interval,
@@ -132,13 +135,14 @@ class Learner:
             RoleTask(plan=plan, trainers=self._trainers[plan.name], trains=rollout_id >= plan.idle_steps)
             for plan in self._plan.roles
         ]
-        dispatches = {
-            task.plan.name: task.trainers.dispatch(batch, step_of_sample)
-            for task in tasks
-            if task.trains or task.scoring
-        }
-        scores = await self._score(tasks, batch, dispatches)
+        dispatches = dispatch_to(tasks, batch, step_of_sample)
+        scores = await self._score(tasks, dispatches)
         scored = time.perf_counter()
+        counts: dict[str, float] = {}
+        if bad := self._nonfinite(batch, scores):
+            batch, scores, trained_in = leave_out(batch, scores, step_of_sample, np.array(list(bad)))
+            dispatches = dispatch_to(tasks, batch, trained_in)
+            counts["rollout/nonfinite_samples"] = float(len(bad))
         columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
         training = [task for task in tasks if task.trains]
         credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
@@ -165,6 +169,7 @@ class Learner:
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
                 **credited.metrics,
+                **counts,
             },
             perf={
                 "perf/log_probs_time": scored - started,
@@ -176,19 +181,25 @@ class Learner:
             },
         )
 
-    async def _score(
-        self, tasks: Sequence[RoleTask], batch: Batch, dispatches: Mapping[str, Dispatch]
-    ) -> dict[str, Float32]:
+    async def _score(self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]) -> dict[str, Float32]:
         """The columns that the roles fill."""
-        if self._plan.old_from_rollout or self._plan.reads_rollout:
-            require_finite("rollout_log_probs", batch.rollout_log_probs, batch)
         columns: dict[str, Float32] = {}
         wanted = [task for task in tasks if task.scoring]
         for of_role in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
             columns |= of_role
-        for name, column in columns.items():
-            require_finite(name, column, batch)
         return columns
+
+    def _nonfinite(self, batch: Batch, scores: Mapping[str, Float32]) -> dict[int, str]:
+        """Samples to leave out, with the column that says so; TrainingError if there may be none."""
+        read = dict(scores)
+        if self._plan.old_from_rollout or self._plan.reads_rollout:
+            read["rollout_log_probs"] = batch.rollout_log_probs
+        bad = nonfinite_samples(batch, read)
+        if bad and not self._plan.skip_nonfinite:
+            raise TrainingError(
+                f"not finite: {name_samples(batch, bad)}. Say --on-nonfinite skip to train without such samples."
+            )
+        return bad
 
     def _mismatch(
         self, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
@@ -244,6 +255,12 @@ class RoleReport:
     steps: Sequence[Mapping[str, float]]
     """Metrics of each optimiser step, without prefix."""
     seconds: float
+
+
+def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
+    """The batch on its way to every role that does something with it, by the role's name."""
+    wanted = [task for task in tasks if task.trains or task.scoring]
+    return {task.plan.name: task.trainers.dispatch(batch, step_of_sample) for task in wanted}
 
 
 async def score_role(task: RoleTask, dispatch: Dispatch) -> dict[str, Float32]:

@@ -162,8 +162,10 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         estimator = getattr(keys, key)
         if wanted and estimator is None:
             names = ", ".join(entry.name for entry in binder.registry.entries(groups.KL)) or "none is installed"
+            flag = key.replace("_", "-")
             binder.problems.append(
-                f'algo.{key}: a KL term needs an estimator; recipe "{table.name}" names none: {names}.'
+                f'algo.{key}: a KL term needs an estimator and recipe "{table.name}" names none: say --{flag} with one of '
+                f"{names}."
             )
         elif wanted or (key in asked and estimator is not None):
             # A name that was given is looked up even where its term is off: it would only be wrong later.

@@ -92,6 +92,9 @@ class TrainConfig(OptimizerConfig):
     """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
     max_skipped_steps: int = Field(3, ge=0)
     """Non-finite optimiser steps in a row that are skipped; one more and the run fails."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """A sample whose log-probs or values are not finite: the run stops with its name, or the sample is left out of the
+    batch (counted: rollout/nonfinite_samples)."""
     on_short_batch: Literal["error", "train"] = "error"
     """When failures leave fewer rollouts than a step needs."""
     ref_update_interval: int | None = Field(None, gt=0)

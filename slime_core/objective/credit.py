@@ -167,6 +167,7 @@ def whiten(values: Float32, mask: Bool) -> Float32:
 
 
 def require_finite(name: str, column: Float32, batch: Batch) -> None:
+    """What a plugin has computed of finite numbers; TrainingError names the sample."""
     bad = ~np.isfinite(column) & batch.mask.astype(np.bool_)
     if bad.any():
         sample = int(batch.sample_of_token[np.argmax(bad)])

@@ -3,6 +3,7 @@ asks of the trainer in each case, and what corrections and mismatch metrics make
 
 import contextlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -220,7 +221,9 @@ async def test_opsm_with_the_engines_log_probs_masks_in_the_first_step(bound):
 async def test_engine_log_probs_that_are_missing_where_they_are_read_name_the_sample(bound, flags):
     groups = make_groups()
     groups[0].samples[1].rollout_log_probs[2] = np.nan
-    with pytest.raises(TrainingError, match=r"rollout_log_probs of sample 1 \(group 0\) are not finite: 1 tokens"):
+    with pytest.raises(
+        TrainingError, match=r"not finite: sample 1 \(group 0\): rollout_log_probs. Say --on-nonfinite skip"
+    ):
         await train(bound(*ONE_STEP, *flags), groups)
     # At a tool's token nobody looks.
     groups = make_groups()
@@ -230,3 +233,42 @@ async def test_engine_log_probs_that_are_missing_where_they_are_read_name_the_sa
 
 def mean_trained(rows):
     return np.mean([rows[n][t] for n, mask in enumerate(MASKS) for t, bit in enumerate(mask) if bit])
+
+
+@contextlib.contextmanager
+def replaced(rows, number, row):
+    before, rows[number] = rows[number], row
+    yield
+    rows[number] = before
+
+
+@pytest.mark.parametrize("scored", [True, False])
+async def test_a_sample_that_is_not_finite_is_left_out(bound, scored):
+    words = TWO_STEPS if scored else (*TWO_STEPS, "--use-rollout-logprobs")
+    values = TRAINER if scored else ENGINE
+    name = "old_log_probs" if scored else "rollout_log_probs"
+    with replaced(values, 1, np.where([False, False, True, False], np.nan, values[1])):
+        with pytest.raises(TrainingError, match=rf"not finite: sample 1 \(group 0\): {name}. Say --on-nonfinite skip"):
+            await train(bound(*words))
+        trainer, report = await train(bound(*words, "--on-nonfinite", "skip"))
+    assert report.rollout["rollout/nonfinite_samples"] == 1
+    # No rank computes it; the others are trained as if it were there: its reward counts, and so does its rollout.
+    assert trainer.step_of_sample.tolist() == [0, -1, 1, 1]
+    masked = make_groups()
+    first, second = masked[0].samples
+    masked[0] = replace(masked[0], samples=(first, replace(second, loss_mask=np.zeros(4, np.uint8))))
+    expected, _ = await train(bound(*words), masked)
+    for n in (0, 2, 3):
+        np.testing.assert_array_equal(trainer.gradients[n], expected.gradients[n])
+    assert trainer.gradients[0].any()
+    assert not trainer.gradients[1].any()
+
+
+async def test_a_step_without_a_finite_sample(bound):
+    nan = np.full(4, np.nan)
+    with (
+        replaced(TRAINER, 0, nan[:3]),
+        replaced(TRAINER, 1, nan),
+        pytest.raises(TrainingError, match="all samples of optimiser step 0 have log"),
+    ):
+        await train(bound(*TWO_STEPS, "--on-nonfinite", "skip"))

@@ -1,0 +1,233 @@
+"""What off-policy corrections are worth: GRPO on the arithmetic example, learning rate x optimiser steps per rollout x
+staleness x engine, with and without each correction, over several seeds. Every run is a `slime run` of its own.
+
+Staleness comes from `sync.update_weights_interval` and `rollout.ahead`. Trainer and engine agree to six digits in this example;
+the engine `float8` (rounded_engine.py) makes them differ. Where old log-probs come from, and what is corrected:
+
+  rollout     the engine's (use_rollout_logprobs): the clip of the loss itself measures from the policy that sampled
+  opsm        the same, and off-policy sequence masking
+  recomputed  the trainer's, before the first step on a batch: the loss knows nothing of staleness, nor of the engine
+  tis, icepop, mis
+              recomputed, and this correction; mis by sequence, leaving out what is beyond its bounds
+
+`run` writes a JSON line for each run to --results and leaves out what is there already; `report` prints Markdown tables from
+these lines and draws the picture. Runs of one seed come before those of the next, so that a sweep that was cut off has whole
+seeds.
+
+    python benchmarks/off_policy.py run --jobs 16 --minutes 9
+    python benchmarks/off_policy.py run --lr 1e-3 --steps 4 --staleness 1,0 4,1 --methods rollout tis --seeds 0 --rollouts 3
+    python benchmarks/off_policy.py report
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+RUN_FILE = HERE.parent / "examples" / "arithmetic" / "run.toml"
+ROUNDED_ENGINE = HERE / "rounded_engine.py"
+PICTURE = HERE.parent / "docs" / "images" / "off-policy.png"
+RESULTS = Path("runs") / "off-policy.jsonl"
+
+ROLLOUT, RECOMPUTED = {"use_rollout_logprobs": True}, {"use_rollout_logprobs": False}
+METHODS: dict[str, dict[str, Any]] = {
+    "rollout": ROLLOUT,
+    "opsm": ROLLOUT | {"corrections": ["opsm"]},
+    "recomputed": RECOMPUTED,
+    "tis": RECOMPUTED | {"corrections": ["tis"]},
+    "icepop": RECOMPUTED | {"corrections": ["icepop"]},
+    "mis": RECOMPUTED | {"corrections": [{"name": "mis", "tis_level": "sequence", "tis_mode": "mask"}]},
+}
+"""Keys of the table algo."""
+ENGINES: dict[str, list[str]] = {
+    "float32": [],
+    "float8": ["--plugin", str(ROUNDED_ENGINE), "--engine", "rounded", "--weights", "float8_e4m3fn"],
+}
+LEFT_OUT = {
+    "tis": "train/tis_clipfrac",
+    "icepop": "train/tis_clipfrac",
+    "mis": "train/mis_mask_fraction",
+    "opsm": "train/opsm_clipfrac",
+}
+"""Share of trained tokens whose weight a correction bounds or takes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run."""
+
+    lr: float
+    steps: int
+    """Optimiser steps per rollout."""
+    interval: int
+    """update_weights_interval."""
+    ahead: int
+    engine: str
+    method: str
+    seed: int
+
+    @property
+    def cell(self) -> tuple[float, int, int, int, str]:
+        return self.lr, self.steps, self.interval, self.ahead, self.engine
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values()).replace("+", "")
+
+
+def command_of(setting: Setting, rollouts: int, prompts: int, slime: Path, runs_dir: Path) -> list[str]:
+    algo = ["--set", "algo.use_rollout_logprobs=" + str(METHODS[setting.method]["use_rollout_logprobs"]).lower()]
+    if corrections := METHODS[setting.method].get("corrections"):
+        algo += ["--corrections", json.dumps(corrections)]
+    return [
+        *(str(slime), "run", str(RUN_FILE), "--name", setting.name, "--runs-dir", str(runs_dir), "--fresh", "--quiet"),
+        *("--seed", str(setting.seed), "--device", "cpu", "--trackers", "jsonl", "--set", "checkpoint.save_hf=false"),
+        *("--num-rollout", str(rollouts), "--rollout-batch-size", str(prompts)),
+        *("--num-steps-per-rollout", str(setting.steps), "--lr", str(setting.lr), "--lr-decay-style", "constant"),
+        *("--lr-warmup-iters", str(2 * setting.steps), "--update-weights-interval", str(setting.interval)),
+        *("--ahead", str(setting.ahead), "--eval-interval", str(rollouts), "--skip-eval-before-train"),
+        *ENGINES[setting.engine],
+        *algo,
+    ]
+
+
+def measure(setting: Setting, asked: argparse.Namespace, folder: Path, deadline: float) -> dict[str, Any] | None:
+    """None if there was no time left for it."""
+    command = command_of(setting, asked.rollouts, asked.prompts, asked.slime, folder)
+    if (left := deadline - time.monotonic()) <= 0:
+        return None
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=left,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    result: dict[str, Any] = asdict(setting) | {"rollouts": asked.rollouts, "prompts": asked.prompts}
+    if done.returncode != 0:
+        return result | {"failure": done.stdout[-1000:]}
+    result |= figures_of(folder / setting.name, setting)
+    shutil.rmtree(folder / setting.name)
+    return result
+
+
+def figures_of(run_dir: Path, setting: Setting) -> dict[str, Any]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    rollouts = [line["metrics"] for line in lines if line["axis"] == "rollout/step"]
+    steps = [line["metrics"] for line in lines if line["axis"] == "train/step"]
+    figures = {
+        "accuracy": summary["eval"]["after"]["sampled"],
+        "greedy": summary["eval"]["after"]["greedy"],
+        "rewards": [round(rollout["rollout/raw_reward"], 4) for rollout in rollouts],
+        "staleness": mean(rollout["rollout/staleness/mean"] for rollout in rollouts),
+        "clipped": mean(step["train/pg_clipfrac"] for step in steps),
+        "skipped_steps": sum(step.get("train/skipped_steps", 0.0) for step in steps),
+        "seconds": summary["seconds"],
+    }
+    if not METHODS[setting.method]["use_rollout_logprobs"]:
+        figures["gap"] = mean(step["train/train_rollout_logprob_abs_diff"] for step in steps)
+    if name := LEFT_OUT.get(setting.method):
+        figures["left_out"] = mean(
+            sum(value for key, value in step.items() if key.startswith(name)) for step in steps
+        )
+    return figures
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def setting_of(line: dict[str, Any]) -> Setting:
+    return Setting(**{name: line[name] for name in Setting.__dataclass_fields__})
+
+
+def sweep(asked: argparse.Namespace) -> bool:
+    """Whether all has been run and nothing failed."""
+    grid = itertools.product(asked.seeds, asked.lr, asked.steps, asked.staleness, asked.engines, asked.methods)
+    wanted = [
+        Setting(lr, steps, interval, ahead, engine, method, seed)
+        for seed, lr, steps, (interval, ahead), engine, method in grid
+    ]
+    there = {
+        setting_of(line)
+        for line in read(asked.results)
+        if (line["rollouts"], line["prompts"]) == (asked.rollouts, asked.prompts) and "failure" not in line
+    }
+    missing = [setting for setting in wanted if setting not in there]
+    print(f"{len(missing)} of {len(wanted)} runs, {asked.jobs} at a time", flush=True)
+    deadline = time.monotonic() + 60 * asked.minutes
+    asked.results.parent.mkdir(parents=True, exist_ok=True)
+    complete = 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(asked.jobs) as pool,
+        asked.results.open("a") as results,
+    ):
+        runs = [pool.submit(measure, setting, asked, Path(folder), deadline) for setting in missing]
+        for run in as_completed(runs):
+            if (line := run.result()) is None:
+                continue
+            results.write(json.dumps(line) + "\n")
+            results.flush()
+            complete += "failure" not in line
+            print(*setting_of(line).cell, line["method"], line["seed"], line.get("failure", line.get("accuracy")), flush=True)
+    print(f"{complete} of {len(missing)} runs complete", flush=True)
+    return complete == len(missing)
+
+
+def staleness(text: str) -> tuple[int, int]:
+    interval, ahead = text.split(",")
+    return int(interval), int(ahead)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(required=True)
+    run = parts.add_parser("run", help="what is missing of the grid")
+    run.set_defaults(part=sweep)
+    run.add_argument("--lr", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
+    run.add_argument("--steps", nargs="+", type=int, default=[4], help="optimiser steps per rollout")
+    run.add_argument(
+        "--staleness",
+        nargs="+",
+        type=staleness,
+        default=[(1, 0), (2, 1), (4, 1)],
+        metavar="INTERVAL,AHEAD",
+        help="sync.update_weights_interval and rollout.ahead",
+    )
+    run.add_argument("--engines", nargs="+", choices=ENGINES, default=["float32"])
+    run.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    run.add_argument("--rollouts", type=int, default=30, help="rollout steps of a run")
+    run.add_argument("--prompts", type=int, default=96, help="in a rollout, each with eight answers")
+    run.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    run.add_argument("--minutes", type=float, default=600.0, help="what is not complete by then is left for the next call")
+    run.add_argument("--slime", type=Path, default=Path(sys.executable).with_name("slime"))
+    run.add_argument("--results", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    sys.exit(0 if asked.part(asked) else 1)
+
+
+if __name__ == "__main__":
+    main()
