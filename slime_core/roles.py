@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits
 from slime_core.config.bound import BoundRun
 from slime_core.config.roles import BoundRole
 from slime_core.contracts.backend import Layout, TrainerSetup
+from slime_core.contracts.transport import SenderSetup
 from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher
 from slime_core.launch.trainers import TrainerLimits, Trainers
@@ -21,14 +24,14 @@ from slime_core.workers.trainer import TrainWorkerSpec
 
 
 async def start_roles(
-    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str
+    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str, run_dir: Path
 ) -> dict[str, Trainers]:
-    """The ranks of every trained role, set up, by the role's name."""
+    """The ranks of every trained role, set up, by the role's name. `run_dir`: for what a weight transport writes."""
     started = {}
     for sharing in sharing_devices(run.roles):
         offload = run.config.launcher.offload_train
         devices = Devices(offload=(len(sharing) > 1 and device == "cuda") if offload is None else offload)
-        specs = [worker_specs(run, role, materials, agreement, device) for role in sharing]
+        specs = [worker_specs(run, role, materials, agreement, device, run_dir) for role in sharing]
         handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
         for role in sharing:
             ranks = list(itertools.islice(handles, role.num_ranks))
@@ -53,22 +56,26 @@ def sharing_devices(roles: Sequence[BoundRole]) -> list[list[BoundRole]]:
 
 
 def worker_specs(
-    run: BoundRun, role: BoundRole, materials: Materials, agreement: Agreement, device: str
+    run: BoundRun, role: BoundRole, materials: Materials, agreement: Agreement, device: str, run_dir: Path
 ) -> list[TrainWorkerSpec]:
     config = run.config
+    on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    # The engines serve the policy.
+    transport = run.transport if role is run.roles[0] else None
     return [
         TrainWorkerSpec(
             agreement=agreement,
             backend=role.backend.spec(),
             objective=ObjectiveSpec.of(role),
             temperature=config.rollout.rollout_temperature if role.loss.driver.uses_advantages else 1.0,
+            transport=None if transport is None else transport.spec(),
             setup=TrainerSetup(
                 role=role.name,
                 rank=rank,
                 world_size=role.num_ranks,
                 local_rank=rank % role.ranks_per_node,
                 rendezvous="",
-                device="cuda" if device == "cuda" else "cpu",
+                device=on,
                 model_path=role.model_path,
                 head=role.head,
                 copies=role.copies,
@@ -76,6 +83,14 @@ def worker_specs(
                 total_steps=max(1, (materials.num_rollout - role.plan.idle_steps) * run.steps_per_rollout),
                 seed=config.seed,
                 trust_remote_code=config.model.trust_remote_code,
+            ),
+            sender=SenderSetup(
+                rank=rank,
+                world_size=role.num_ranks,
+                device=on,
+                model_path=role.model_path,
+                run_dir=run_dir,
+                colocated=config.launcher.colocate,
             ),
         )
         for rank in range(role.num_ranks)

@@ -134,7 +134,7 @@ async def assemble_session(
     rewards = start_rewards(run, stack)
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device))
+            trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
             client_task = starting.create_task(
                 start_client(run, materials, launcher, agreement, device, folder, with_engine)
             )

@@ -1,6 +1,6 @@
 """TrainBackend: one rank's view of a trainable model.
 
-Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_weights`, `save`, `sleep`, `wake`, then
+Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_tensors`, `save`, `sleep`, `wake`, then
 `close`; between `sleep` and `wake` only `close`. All ranks of a role make the same calls in the same order with equally
 many micro-batches.
 """
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
     from slime_core.types.report import StepReport
-    from slime_core.types.weights import Bucket
 
 ACTOR = "actor"
 """Name of the trained weights in `score(weights=...)`, whichever role they are of."""
@@ -138,9 +137,10 @@ class TrainBackend(ABC):
         the report says `skipped`."""
 
     @abstractmethod
-    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
-        """Whole tensors under their Hugging Face names, in a fixed order, in buckets of about `bucket_bytes`. Every
-        rank must exhaust the iterator; rank 0 yields the buckets, the others None."""
+    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """Whole tensors under their Hugging Face names, on this rank's device, some at a time (a layer, say), always in the
+        same order. Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 yield None
+        unless `everywhere`. A tensor may be a view of what is trained: it is read before the next step, never written."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
+    from slime_core.contracts.transport import EngineEndpoint
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.weights import Bucket
 
@@ -104,6 +105,15 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def version(self) -> int:
         """Of the weights that the next token is sampled from; -1 before the first load."""
+
+    async def endpoint(self) -> EngineEndpoint | None:
+        """Where a transport's senders reach it; None: weights come by `load_bucket` alone."""
+        return None
+
+    async def weights_sent(self, version: int) -> None:
+        """A sender has brought all weights of `version` to the endpoint. Like the last `load_bucket`: it becomes the
+        engine's version, or EngineError says what the engine holds instead."""
+        raise NotImplementedError
 
     @abstractmethod
     async def checksum(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from slime_core.batch.flops import ModelShape
 from slime_core.batch.plan import MicroBatchLimits, pack, plan_step
 from slime_core.contracts.backend import ACTOR, Layout
+from slime_core.contracts.transport import EngineEndpoint, SentReport
 from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher, RankHandle
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
@@ -147,6 +148,10 @@ class Trainers:
         async for bucket in self._ranks[0].stream("export_weights", version, bucket_bytes):
             yield bucket
         await asyncio.gather(*others)
+
+    async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
+        """Every rank's sender brings its part of the weights to the engines; reports by rank."""
+        return await self.each("send_weights", version, engines)
 
     async def save(self, folder: Path) -> None:
         await self.each("save", folder)

@@ -26,6 +26,8 @@ from slime_core.testing.objectives import EVERY_NEED
 from slime_core.testing.tiny_model import ALPHABET, FIRST_TOKEN, log_probs_of, unpacked
 from slime_core.types.batch import Batch, Float64, TokenColumns
 from slime_core.types.microbatch import MicroBatch
+from slime_core.types.weights import Bucket
+from slime_core.workers.buckets import buckets_of
 
 TEMPERATURE: Final = 0.7
 ENTROPY_COEF: Final = 0.1
@@ -191,9 +193,13 @@ class Opened:
     layout: Layout
     reports: list[Any] = field(default_factory=list)
 
+    def buckets(self, version: int = 0, bucket_bytes: int = 4096) -> Iterator[Bucket | None]:
+        """Its export as engines get it."""
+        return buckets_of(self.backend.export_tensors(), version=version, bucket_bytes=bucket_bytes)
+
     def weights(self, version: int = 0, bucket_bytes: int = 4096) -> dict[str, Tensor]:
         """What it exports; empty on every rank but the first."""
-        return unpacked(list(self.backend.export_weights(version, bucket_bytes)))
+        return unpacked(list(self.buckets(version, bucket_bytes)))
 
     def scores(
         self, training: TrainingBatch, split: Sequence[Sequence[int]] = WHOLE, **asked: Any

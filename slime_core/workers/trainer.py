@@ -11,10 +11,13 @@ import numpy as np
 from slime_core.batch.pack import pack_micro_batch
 from slime_core.config.bound import PartSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend, TrainerSetup
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, WeightSender
+from slime_core.errors import EngineError
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import StepReport
 from slime_core.types.weights import Bucket
 from slime_core.workers.agreement import Agreement
+from slime_core.workers.buckets import buckets_of
 from slime_core.workers.objective import ObjectiveSpec
 
 
@@ -27,6 +30,9 @@ class TrainWorkerSpec:
     objective: ObjectiveSpec
     setup: TrainerSetup
     temperature: float
+    transport: PartSpec | None = None
+    """Of the role whose weights the engines get."""
+    sender: SenderSetup | None = None
 
 
 class TrainWorker:
@@ -37,9 +43,16 @@ class TrainWorker:
         registry = spec.agreement.registry()
         self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
         self._objective: Objective = spec.objective.build(spec.agreement, registry)
+        self._sender: WeightSender | None = None
+        if spec.transport is not None:
+            transport = spec.agreement.resolve(spec.transport, registry)
+            self._sender = transport.driver.build_sender(transport.config)
 
     def setup(self) -> Layout:
-        return self._backend.setup(self._spec.setup)
+        layout = self._backend.setup(self._spec.setup)
+        if self._sender is not None and self._spec.sender is not None:
+            self._sender.setup(self._spec.sender)
+        return layout
 
     def score(
         self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
@@ -67,7 +80,14 @@ class TrainWorker:
         return reports
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
-        return self._backend.export_weights(version, bucket_bytes)
+        """Every rank must exhaust it: rank 0 gives the buckets, the others None."""
+        return buckets_of(self._backend.export_tensors(), version=version, bucket_bytes=bucket_bytes)
+
+    def send_weights(self, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
+        """Brings the weights to the engines through the transport's own sender."""
+        if self._sender is None:
+            raise EngineError("the weight transport of this run has no sender on the trainer's ranks.")
+        return self._sender.send(self._backend.export_tensors, version, engines)
 
     def save(self, folder: Path) -> None:
         self._backend.save(folder)
@@ -88,4 +108,6 @@ class TrainWorker:
         self._backend.wake()
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         self._backend.close()

@@ -341,7 +341,7 @@ async def test_scores_that_are_not_finite_stop_the_run(groups):
     scores = np.zeros(8, np.float32)
     scores[5] = np.nan
     made, _ = learner(FakeTrainers({"actor": scores}))
-    with pytest.raises(TrainingError, match=r"old_log_probs of sample 2 \(group 1\) are not finite"):
+    with pytest.raises(TrainingError, match=r"not finite: sample 2 \(group 1\): old_log_probs"):
         await made.train(0, groups, 0)
 
 
@@ -479,7 +479,7 @@ async def test_values_that_are_not_finite_stop_the_run(groups):
     values[5] = np.inf
     trainers, roles, _ = two_roles(values=values)
     made, _ = learner(trainers, roles=roles)
-    with pytest.raises(TrainingError, match=r"values of sample 2 \(group 1\) are not finite"):
+    with pytest.raises(TrainingError, match=r"not finite: sample 2 \(group 1\): values"):
         await made.train(0, groups, 0)
 
 

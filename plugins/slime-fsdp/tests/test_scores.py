@@ -48,7 +48,7 @@ def test_a_bfloat16_model_is_near_the_float32_one(folders, start, pack, samples)
     backend = start(folders("qwen3"), {"precision": "bfloat16"})
     try:
         rough = backend.score([pack(samples)])[0].log_probs
-        assert {bucket.dtypes[0] for bucket in backend.export_weights(0, 1 << 20)} == {"bfloat16"}
+        assert {t.dtype for layer in backend.export_tensors() for t in layer.values()} == {torch.bfloat16}
     finally:
         backend.close()
     assert 0 < np.abs(rough - exact).max() < 0.3

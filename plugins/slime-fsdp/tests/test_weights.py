@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -53,29 +52,6 @@ def test_export_and_save_hf_are_what_transformers_loads(
 def test_tied_weights_are_exported_once(folders, start, weights_of):
     assert "lm_head.weight" not in weights_of(start(folders("qwen3")))
     assert "lm_head.weight" in weights_of(start(folders("llama")))
-
-
-def test_buckets(folders, start):
-    backend = start(folders("qwen3"))
-    buckets = list(backend.export_weights(4, 6_000))
-    assert len(buckets) > 3
-    assert [bucket.last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
-    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
-    for bucket in buckets:
-        assert bucket.version == 4
-        assert bucket.data.dtype == np.uint8
-        assert len(bucket.data) <= 6_000 or len(bucket.names) == 1
-        assert bucket.checksum == xxhash.xxh3_64(bucket.data.tobytes()).hexdigest()
-    (whole,) = backend.export_weights(4, 1 << 30)
-    assert [name for bucket in buckets for name in bucket.names] == list(whole.names)
-    assert b"".join(bucket.data.tobytes() for bucket in buckets) == whole.data.tobytes()
-
-
-def test_an_exported_bucket_does_not_change_with_training(folders, start, pack, samples, sequence_policy):
-    backend = start(folders("qwen3"))
-    (bucket,) = backend.export_weights(0, 1 << 30)
-    backend.train_step([pack(samples)], sequence_policy())
-    assert bucket.checksum == xxhash.xxh3_64(bucket.data.tobytes()).hexdigest()
 
 
 def test_save_hf_keeps_the_dtype_of_the_source(folders, start, tmp_path):

@@ -206,8 +206,6 @@ def test_export_equals_what_transformers_loads(
         one.backend.save_hf(tmp_path)
         saved = load_plain(tmp_path, torch.float32)
         require_same_weights("exported, beside the saved folder", exported, ordered(one, saved))
-        versions = {bucket.version for bucket in one.backend.export_weights(3, 4096) if bucket is not None}
-        assert versions == {3}, f"asked for version 3, the buckets say {versions}"
 
 
 def ordered(one: Opened, model: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from slime_core.contracts.transport import WeightTransport
+from slime_core.contracts.transport import EngineEndpoint, SentReport, WeightTransport
 from slime_core.errors import EngineError
 from slime_core.testing.case import Case
 from slime_core.testing.event_loop import run
@@ -54,6 +54,9 @@ class Exporter:
                 data=data,
                 checksum=xxhash.xxh3_64_hexdigest(tensor.tobytes()),
             )
+
+    async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
+        raise AssertionError("scripted engines have no endpoint that a sender could reach")
 
 
 class Engines:

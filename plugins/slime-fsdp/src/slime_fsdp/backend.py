@@ -6,7 +6,7 @@ Legend: T response tokens of a micro-batch that this rank holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,10 @@ from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
-from slime_core.types.weights import Bucket
 from slime_fsdp import checkpoint
 from slime_fsdp.adapters import copy_trained, replaced, values_without_effect
 from slime_fsdp.attention import AttentionPlan, plan_attention
-from slime_fsdp.export import base_shapes, buckets_of, copy_weights, whole_tensors, write_folder
+from slime_fsdp.export import base_shapes, copy_weights, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.log_probs import EntropyMode
@@ -231,10 +230,10 @@ class FsdpBackend(TrainBackend):
         if name not in copies:
             raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *copies]))
 
-    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
+    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         trainer = self._ready
-        layers = whole_tensors(trainer.model, trainer.placement.compute_dtype, keep=trainer.ranks.is_first)
-        return buckets_of(layers, version=version, bucket_bytes=bucket_bytes)
+        keep = everywhere or trainer.ranks.is_first
+        return whole_tensors(trainer.model, trainer.placement.compute_dtype, keep=keep)
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready

@@ -1,4 +1,4 @@
-"""Weights out: whole tensors under their Hugging Face names, in buckets or as a folder.
+"""Weights out: whole tensors under their Hugging Face names, one layer after the other or as a folder.
 
 Names and shapes are those of the files that transformers would write: where a model keeps fused tensors in memory
 (experts), they are taken apart again.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 
 import huggingface_hub
-import numpy as np
 import torch
-import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from slime_core.types.weights import Bucket
 from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.optimizer import local
@@ -92,42 +89,6 @@ def layer_of(name: str) -> str:
     """`model.layers.3.` of a name in it; the name itself elsewhere."""
     found = LAYER.match(name)
     return found.group(0) if found else name
-
-
-def buckets_of(
-    layers: Iterable[dict[str, Tensor] | None], *, version: int, bucket_bytes: int
-) -> Iterator[Bucket | None]:
-    """Rank 0 gives a bucket as soon as one is full, and holds one back to know which is the last. The other ranks give
-    one None per layer."""
-    pending: list[tuple[str, Tensor]] = []
-    size = index = 0
-    for layer in layers:
-        if layer is None:
-            yield None
-            continue
-        for name, tensor in layer.items():
-            if pending and size + tensor.nbytes > bucket_bytes:
-                yield make_bucket(pending, version=version, index=index, last=False)
-                pending, size, index = [], 0, index + 1
-            pending.append((name, tensor))
-            size += tensor.nbytes
-    if pending:
-        yield make_bucket(pending, version=version, index=index, last=True)
-
-
-def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, last: bool) -> Bucket:
-    flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
-    data: np.ndarray = flat.cpu().numpy()
-    return Bucket(
-        version=version,
-        index=index,
-        last=last,
-        names=tuple(name for name, _ in tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-        data=data,
-        checksum=xxhash.xxh3_64_hexdigest(data),
-    )
 
 
 def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, first: bool) -> None:

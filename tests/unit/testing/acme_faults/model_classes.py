@@ -65,10 +65,9 @@ class CarelessState(FsdpBackend):
         super().sleep()
         self._ready.optimizer.state.clear()
 
-    def export_weights(self, version, bucket_bytes):
-        for bucket in super().export_weights(version, bucket_bytes):
-            names = [name.replace("model.norm.weight", "norm.weight") for name in bucket.names]
-            yield replace(bucket, names=names)
+    def export_tensors(self, *, everywhere=False):
+        for layer in super().export_tensors(everywhere=everywhere):
+            yield layer and {name.replace("model.norm.weight", "norm.weight"): layer[name] for name in layer}
 
 
 class CarelessChecks(FsdpBackend):
