@@ -34,7 +34,7 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit $(wildcard plugins/*/tests) tests/integration -m "not chaos and not gpu"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not chaos and not gpu"
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one.
 	$(SINGLE) $(BIN)/pytest -s tests/integration -m chaos

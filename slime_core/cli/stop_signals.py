@@ -51,6 +51,9 @@ class StopSignals:
     def started(self, stop_requested: asyncio.Event) -> None:
         """From here on a signal is a request, which the loop answers between two steps or while it generates."""
         self._stop = stop_requested.set
+        if self.received is not None:
+            # The start was cancelled, and something on the way did not let go.
+            stop_requested.set()
 
     def interrupted(self, text: str) -> Interrupted:
         """The error that ends the run, with the exit code of the signal."""
@@ -65,3 +68,27 @@ class StopSignals:
             sys.stderr.fileno(), b"\nstopping at the next clean point; Ctrl-C again ends at once, without saving\n"
         )
         self._loop.call_soon_threadsafe(lambda: self._stop())
+
+
+class EarlyInterrupt:
+    """Ctrl-C before the run listens for itself. It is raised at once, and remembered: a library that is being imported may
+    swallow what is raised within it."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def raise_if_received(self) -> None:
+        if self._received:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        raise KeyboardInterrupt

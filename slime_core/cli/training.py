@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.cli.invocation import bind_invocation, take_apart
-from slime_core.cli.stop_signals import StopSignals
+from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError, Interrupted
 
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def run_words(words: Sequence[str]) -> None:
-    """`slime run` with these words."""
+    """`slime run` with these words. KeyboardInterrupt if it is interrupted before it starts."""
+    with EarlyInterrupt() as early:
+        carry_out(words, early)
+
+
+def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     typed = take_apart(
         words, switches=("dry-run", "fresh", "debug", "quiet"), options=("resume", "ckpt-step"), command="run"
     )
@@ -47,15 +52,19 @@ def run_words(words: Sequence[str]) -> None:
         resume=None if resume is None else Path(str(resume)),
         ckpt_step=None if step is None else int(str(step)),
     )
-    asyncio.run(train(run, materials, options, quiet=bool(typed.own.get("quiet"))))
+    asyncio.run(train(run, materials, options, early, quiet=bool(typed.own.get("quiet"))))
 
 
-async def train(run: BoundRun, materials: Materials, options: StartOptions, *, quiet: bool) -> None:
+async def train(
+    run: BoundRun, materials: Materials, options: StartOptions, early: EarlyInterrupt, *, quiet: bool
+) -> None:
     from slime_core.cli.console import Console
     from slime_core.loop import run_loop
     from slime_core.startup import start
     from slime_core.summary import write_summary
 
+    # The heavy imports are done.
+    early.raise_if_received()
     console = Console(run, quiet=quiet)
     with StopSignals() as signals:
         try:
