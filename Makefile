@@ -34,10 +34,11 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not chaos and not gpu"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu"
 
-test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one.
-	$(SINGLE) $(BIN)/pytest -s tests/integration -m chaos
+test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
+	$(SINGLE) $(BIN)/pytest -s tests/integration/test_resume.py
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist load tests/integration -m faults --ignore tests/integration/test_resume.py
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ It samples, and reports log-probs, from a model that is a little different from 
 float8 or integer weights. A row of a matrix has one scale, so that its largest weight is the type's largest number.
 Embeddings, norms and the output head stay as they are; so do activations.
 
-    slime run run.toml --plugin benchmarks/rounded_engine.py --engine rounded --weights float8_e4m3fn
+    slime run run.toml --plugin benchmarks/rounded_engine.py --engine rounded --engine.weights float8_e4m3fn
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 import torch
 import xxhash
-from slime_local.engine import LocalEngine
-from slime_local.plugin import Local, LocalConfig
 
 from slime_core.plugin import driver
 from slime_core.types.weights import Bucket
+from slime_local.engine import LocalEngine
+from slime_local.plugin import Local, LocalConfig
 
 ROUNDED = "_proj.weight"
 """The linear layers of the decoder layers end in this."""

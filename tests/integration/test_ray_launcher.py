@@ -105,6 +105,8 @@ class FakeBackend:
             progress.write_text(str(index))
             if index == 5:
                 raise CheckpointError("export stops")
+            import torch
+
             yield {f"w{index}": torch.full((size,), index, dtype=torch.uint8)} if self.setup_.rank == 0 else None
 
     def close(self):
@@ -513,6 +515,38 @@ async def test_ranks_follow_nodes_and_devices():
         shares_of(ordered, 3, 2)
     with pytest.raises(ConfigError, match="would span two machines"):
         shares_of(ordered, 1, 3)
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_sent):
+    """In the same place, from the same spec; the neighbour and the trainers do not notice."""
+    engine, neighbour = workers.engines
+    pid = await engine.call("version")
+    if signal_sent is signal.SIGKILL:
+        stream = engine.generate(requests(6000))
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal_sent)
+        with pytest.raises(EngineError, match=rf"engine 0 \(node 127.0.0.1, pid {pid}\) is gone"):
+            await waiting
+    else:
+        os.kill(pid, signal_sent)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.call("version"), 1)
+    began = time.monotonic()
+    successor, info = await workers.launcher.restart_engine(0)
+    assert time.monotonic() - began < 30
+    workers.engines = [successor, neighbour]
+    await gone([pid])
+    assert info.pid == await successor.call("version") != pid
+    (completion,) = await collect(successor.generate(requests(1)))
+    assert completion.engine_index == 0
+    assert await neighbour.call("version") != info.pid
+    assert len(ray.util.placement_group_table()) == 2
+    # The dead one's calls are errors still, and at once.
+    if signal_sent is signal.SIGKILL:
+        with pytest.raises(EngineError, match=f"pid {pid}"):
+            await engine.call("version")
 
 
 async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, tmp_path):

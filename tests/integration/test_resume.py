@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.chaos
+pytestmark = pytest.mark.faults
 
 STEPS = 48
 UNIFORM_KILLS = 20

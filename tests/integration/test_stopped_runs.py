@@ -20,6 +20,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import TinyRun
 
+pytestmark = pytest.mark.faults
+
 ALL = [0, 1, 2, 3, 4]
 OPTIONS = ("--plugin", "moody.py", "--reward", "moody")
 MOODY = '''
