@@ -49,7 +49,7 @@ def plugins(
         typer.echo(json.dumps([_record(entry, status) for entry, status in registry.listing()], indent=1))
     else:
         rows = [(e.group, e.name, e.dist, e.version, str(status)) for e, status in registry.listing()]
-        _print_table(("group", "name", "distribution", "version", "status"), rows)
+        _print_columns(("group", "name", "distribution", "version", "status"), rows)
 
 
 @app.command()
@@ -114,7 +114,7 @@ def _check(registry: Registry, *, as_json: bool) -> None:
         typer.echo(json.dumps([_record(f.entry, f.status) | {"problems": f.problems} for f in findings], indent=1))
     elif failed:
         rows = [(f.entry.group, f.entry.name, f.entry.provenance, problem) for f in failed for problem in f.problems]
-        _print_table(("group", "name", "distribution", "problem"), rows)
+        _print_columns(("group", "name", "distribution", "problem"), rows)
         typer.echo(f"{len(failed)} of {len(findings)} plugins break their contract.", err=True)
     else:
         typer.echo(f"{len(findings)} plugins keep their contracts.")
@@ -239,6 +239,14 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Aligned, a line a row however narrow the terminal is: names stay whole, for eyes and for grep."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
