@@ -6,13 +6,13 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-rm-math slime-track
+PLUGINS := slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-rm-math slime-router slime-sglang slime-track
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: venv demo test test-faults learn lint types bench docs clean
+.PHONY: venv demo test test-faults test-megatron test-sglang learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -26,6 +26,20 @@ venv: .venv/.run
 	$(UV) --editable .[plot,ray] --editable plugins/slime-fsdp[lora] hatchling hypothesis mypy psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
+# SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
+SGLANG := aiohttp apache-tvm-ffi cffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance loguru \
+	msgspec openai orjson partial-json-parser pillow prometheus-client psutil pybase64 python-multipart pyzmq sentencepiece \
+	setproctitle soundfile uvicorn uvloop watchfiles xgrammar
+
+.venv/.sglang: .venv/.test
+	$(UV) $(SGLANG)
+	$(UV) --no-deps sglang sglang-router
+	touch $@
+
+.venv/.megatron: .venv/.test
+	$(UV) --editable plugins/slime-megatron[core]
+	touch $@
+
 .venv/.bench: .venv/.run
 	$(UV) trl
 	touch $@
@@ -34,7 +48,13 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not sglang"
+
+test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
+	$(SINGLE) $(BIN)/pytest --every-test-runs plugins/slime-sglang/tests -m sglang
+
+test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-megatron-test plugins/slime-megatron/tests -m megatron
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest -s tests/integration/test_resume.py

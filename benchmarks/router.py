@@ -134,8 +134,8 @@ def ways(folder: Path) -> list[Way]:
     return [
         Way("direct"),
         Way("slime-router", ()),
-        Way("slime-router, 4 that route", ("retry", "priority", "load_balance", "session_affinity")),
-        Way("slime-router, record", (record,)),
+        Way("slime-router + 4 that route", ("retry", "priority", "load_balance", "session_affinity")),
+        Way("slime-router + record", (record,)),
         Way("sglang-router", sglang_router=True),
         Way("slime-router before sglang-router", (), sglang_router=True),
     ]
@@ -380,6 +380,8 @@ def main() -> None:
     if options.fake_engine is not None:
         fake_engine(options.fake_engine, options.delay)
         return
+    # Whoever ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         text = uvloop.run(measure(options, Path(folder)))
     if options.record:

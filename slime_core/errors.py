@@ -64,6 +64,15 @@ class EngineError(SlimeError):
     exit_code = 5
 
 
+class EngineRefused(EngineError):
+    """An engine that is well was asked for something that it does not do. Another one would refuse it too."""
+
+
+class EngineUnavailable(EngineError):
+    """No engine took the request, or the one that did was lost before it answered. Whoever asked got nothing of an
+    answer, so the same request may be sent again."""
+
+
 class TrainingError(SlimeError):
     """A training step cannot go on, for example after too many non-finite steps in a row."""
 

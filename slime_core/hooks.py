@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from slime_core import groups
-from slime_core.errors import PluginError, near_matches
+from slime_core.errors import PluginError, StorageError, near_matches
 from slime_core.hookspecs import (
     HOOK_NAMES,
     PROJECT,
@@ -19,6 +19,7 @@ from slime_core.hookspecs import (
     CheckpointSaved,
     EngineLost,
     EngineRecovered,
+    EngineRestarted,
     EvalDone,
     GroupsFinished,
     HookSpecs,
@@ -126,6 +127,9 @@ class Hooks:
     def engine_lost(self, event: EngineLost) -> None:
         self._tell("engine_lost", event)
 
+    def engine_restarted(self, event: EngineRestarted) -> None:
+        self._tell("engine_restarted", event)
+
     def engine_recovered(self, event: EngineRecovered) -> None:
         self._tell("engine_recovered", event)
 
@@ -140,6 +144,9 @@ class Hooks:
         started = time.perf_counter()
         try:
             call(event)
+        except StorageError:
+            # A full disk is nothing that could be mended in the observer.
+            raise
         except Exception as error:
             raise PluginError(
                 f"hook {hook}: the observer {name} failed: {type(error).__name__}: {error}. "

@@ -146,13 +146,33 @@ class EvalDone(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineLost(Event):
+    """It died, hung or failed, and was taken out of service."""
+
     rollout_id: int
     engine_index: int
     error: BaseException
+    redispatched: int = 0
+    """Requests that it had not answered, and that other engines get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineRestarted(Event):
+    """Another engine runs in its place; it has no weights of the run yet."""
+
+    rollout_id: int
+    engine_index: int
+    restarts: int
+    """Of this engine in this attempt."""
+    pid: int | None = None
+    """Of the process that serves."""
+    seconds: float = 0.0
+    """To stop the old one and start this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineRecovered(Event):
+    """It has the weights and is in service again."""
+
     rollout_id: int
     engine_index: int
     version: int
@@ -211,6 +231,9 @@ class HookSpecs:
 
     @hookspec
     def engine_lost(self, event: EngineLost) -> None: ...
+
+    @hookspec
+    def engine_restarted(self, event: EngineRestarted) -> None: ...
 
     @hookspec
     def engine_recovered(self, event: EngineRecovered) -> None: ...

@@ -40,7 +40,15 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.GENERATORS: {"slime-search-r1": ("search_r1",), "slime-agents": ("retool", "multi_agent")},
     groups.MIDDLEWARES: {
-        "slime-router": ("radix_cache", "load_balance", "priority", "session_affinity", "record"),
+        "slime-router": (
+            "radix_cache",
+            "load_balance",
+            "priority",
+            "session_affinity",
+            "record",
+            "retry",
+            "rate_limit",
+        ),
     },
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},

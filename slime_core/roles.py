@@ -61,7 +61,7 @@ def worker_specs(
     config = run.config
     on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     # The engines serve the policy.
-    transport = run.transport if role is run.roles[0] else None
+    transport = run.transport if role.name == run.roles[0].name else None
     return [
         TrainWorkerSpec(
             agreement=agreement,

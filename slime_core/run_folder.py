@@ -36,6 +36,10 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -17,8 +17,8 @@ from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
 from slime_core.contracts.tracker import Tracker
-from slime_core.contracts.transport import WeightTransport
-from slime_core.errors import Interrupted
+from slime_core.contracts.transport import EngineLink, WeightTransport
+from slime_core.errors import EngineError, Interrupted
 from slime_core.evaluate import Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import (
@@ -40,6 +40,7 @@ from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
+from slime_core.rollout.supervisor import Admit
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
@@ -94,8 +95,12 @@ class Session:
     counts: dict[int, Counter[str]] = field(default_factory=dict)
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
-    mid_step: bool = False
-    """The trainers have begun a step that `state` does not count yet."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Metrics of lost engines, for the next step's record."""
+    between_steps: asyncio.Event = field(default_factory=lambda: set_event())
+    """Not set: the trainers have begun a step that `state` does not count yet."""
+    bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Engines get weights from one place at a time: a publish, or the resync of one engine."""
 
     @property
     def policy(self) -> Trainers:
@@ -135,14 +140,15 @@ class Session:
 
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
-        self.mid_step = True
+        self.between_steps.clear()
         report = await self.learner.train(step, groups, self.state.version)
         self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
         return report
 
     def advance(self, step: int, report: TrainReport, *, rollout_s: float, step_s: float) -> None:
         """The step is done: counts it and writes its metrics."""
-        counts = {name: float(number) for name, number in self.counts.pop(step, Counter()).items()}
+        counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
+        self.faults.clear()
         perf = {**report.perf, "perf/rollout_time": rollout_s, "perf/step_time": step_s}
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
@@ -158,7 +164,7 @@ class Session:
             optimizer_steps=self.state.optimizer_steps + len(report.steps),
             tokens=self.state.tokens + int(report.perf["perf/train_tokens"]),
         )
-        self.mid_step = False
+        self.between_steps.set()
 
     def is_due(self, step: int) -> Due:
         """What follows `step`."""
@@ -174,14 +180,54 @@ class Session:
         """Brings the current weights to the engines; doing so again changes nothing."""
         if self.client is None or self.transport is None:
             return
-        self.hooks.publish_start(
-            PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
-        )
-        await self.client.each("pause")
-        async with self.policy.turn():
-            self.publish_report = await self.transport.push(self.policy, self.client, self.state.version)
-        await self.client.each("resume")
+        async with self.bringing_weights:
+            self.hooks.publish_start(
+                PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
+            )
+            await self.client.each("pause")
+            async with self.policy.turn():
+                self.publish_report = await self._push(self.transport, self.client)
+            await self.client.each("resume")
         self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
+
+    async def _push(self, transport: WeightTransport, client: EngineClient) -> PublishReport:
+        """To all engines in service; again if one was lost in the middle, since that may have kept others from having
+        theirs. Lost ones get the weights when they come back."""
+        while True:
+            before = client.indices
+            if not before:
+                return PublishReport(version=self.state.version, seconds=0.0, bytes_sent=0, buckets=0)
+            try:
+                return await transport.push(self.policy, client, self.state.version)
+            except EngineError as error:
+                # A transport that talks to engines by itself sees their failures first.
+                if client.watched:
+                    await client.each("health")
+                    held = await client.ask("version")
+                    behind = [index for index, version in held.items() if version != self.state.version]
+                    # If none has the weights, the engines are not to blame.
+                    for index in behind if len(behind) < len(held) else ():
+                        client.quarantine(index, error)
+                if client.indices == before:
+                    raise
+
+    async def resync(self, engine: EngineLink, admit: Admit) -> None:
+        """Brings the trainer's weights to an engine that was started anew, at once or when the step under way has ended.
+        They may be newer than those that the others have."""
+        while True:
+            await self.between_steps.wait()
+            async with self.bringing_weights:
+                if self.transport is None:
+                    return await admit(None)
+                async with self.policy.turn():
+                    version = self.state.version
+                    # A step may have begun while others had the trainers: then what they hold is no version yet.
+                    if not self.between_steps.is_set():
+                        continue
+                    await engine.each("pause")
+                    await self.transport.push(self.policy, engine, version)
+                    await engine.each("resume")
+                return await admit(version)
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
         """A checkpoint of the state as it is, with the groups of steps that were collected ahead."""
@@ -212,7 +258,7 @@ class Session:
 
     async def save_unsaved(self) -> None:
         """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
-        if self.state.rollout_id > self.saved_rollout_id and not self.mid_step:
+        if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
             await self.save([])
 
     async def evaluate(self, step: int) -> None:
@@ -271,6 +317,12 @@ class Session:
     def _log(self, axis: str, step: int, metrics: dict[str, float] | object, rollout_id: int) -> None:
         for tracker in self.trackers:
             tracker.log(axis, step, metrics, rollout_id=rollout_id)  # type: ignore[arg-type]
+
+
+def set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 def ahead_file(folder: Path, step: int) -> Path:

@@ -20,6 +20,7 @@ from slime_core.contracts.engine import EngineSetup
 from slime_core.contracts.tracker import RunInfo
 from slime_core.errors import CheckpointError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
+from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
@@ -32,6 +33,7 @@ from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
@@ -77,7 +79,7 @@ async def start(
         write_text(folder.manifest, manifest.to_json())
         write_text(folder.config, tomlkit.dumps(drop_none(manifest.config)))
         event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
-        hooks = Hooks.load(run.registry, own=observers)
+        hooks = Hooks.load(run.registry, own={"slime/events": EventLog(folder.events), **observers})
         trackers = [part.build() for part in run.trackers]
         info = RunInfo(
             name=config.name,
@@ -104,6 +106,8 @@ async def start(
             )
         )
         stack.enter_context(settled_heap())
+        if session.client is not None and config.rollout.use_fault_tolerance:
+            await stack.enter_async_context(supervise(session, session.client, launcher))
         error: BaseException | None = None
         try:
             yield session
@@ -198,6 +202,20 @@ async def assemble_session(
     )
 
 
+def supervise(session: Session, client: EngineClient, launcher: Launcher) -> EngineSupervisor:
+    """Who brings lost engines back."""
+    return EngineSupervisor(
+        client,
+        HealthRules.of(session.run.config.rollout),
+        restart=launcher.restart_engine,
+        resync=session.resync,
+        hooks=session.hooks,
+        run=session.event,
+        rollout_id=lambda: session.state.rollout_id,
+        counts=session.faults,
+    )
+
+
 async def restore(session: Session, checkpoint: Path) -> None:
     """Takes on what a checkpoint holds."""
     for name, trainers in session.roles.items():
@@ -233,13 +251,18 @@ async def start_client(
                 max_batch=config.rollout.concurrency,
                 run_dir=folder.path,
                 trust_remote_code=config.model.trust_remote_code,
+                num_devices=config.launcher.rollout_num_gpus_per_engine,
             ),
         )
         for index in range(config.launcher.num_engines)
     ]
     engines, _ = await launcher.start_engines(specs)
     return EngineClient(
-        engines, concurrency=config.rollout.concurrency, middlewares=[part.build() for part in run.middlewares]
+        engines,
+        concurrency=config.rollout.concurrency,
+        middlewares=[part.build() for part in run.middlewares],
+        max_losses=config.rollout.max_retries,
+        call_limit_s=config.rollout.engine_call_timeout,
     )
 
 

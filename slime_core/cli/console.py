@@ -20,7 +20,17 @@ from rich.progress import (
 from rich.table import Table
 
 from slime_core.config.bound import BoundRun
-from slime_core.hookspecs import CheckpointSaved, EvalDone, RolloutEnd, RunEnd, RunStart, StepTrained, hookimpl
+from slime_core.hookspecs import (
+    CheckpointSaved,
+    EngineLost,
+    EngineRecovered,
+    EvalDone,
+    RolloutEnd,
+    RunEnd,
+    RunStart,
+    StepTrained,
+    hookimpl,
+)
 from slime_core.run_folder import RunFolder
 from slime_core.types.sample import SampleGroup
 
@@ -95,6 +105,18 @@ class Console:
         if not self._rich.is_terminal:
             return
         self._progress.console.print(f"checkpoint after {event.rollout_id} steps ({event.seconds:.1f} s)", style="dim")
+
+    @hookimpl
+    def engine_lost(self, event: EngineLost) -> None:
+        self._rich.print(
+            f"[bold]engine {event.engine_index} is lost[/]: {escape(str(event.error))}\n"
+            f"  {event.redispatched} requests go to others; it is started again"
+        )
+
+    @hookimpl
+    def engine_recovered(self, event: EngineRecovered) -> None:
+        back = f"with version {event.version}" if event.version >= 0 else "as it was"
+        self._rich.print(f"engine {event.engine_index} is back {back}, after {event.seconds:.1f} s")
 
     @hookimpl
     def run_end(self, event: RunEnd) -> None:

@@ -51,7 +51,22 @@ class RolloutConfig(Table):
     """When the filters reject too many groups or the prompts end: the run fails, or it ends there as it would after
     num_rollout. A run fails in any case if nothing has been trained yet."""
     max_retries: int = Field(3, ge=0)
-    """How often a failed sample is generated again."""
+    """How often a failed sample is generated again, and a request that was lost with its engine asked again."""
+    use_fault_tolerance: bool = True
+    """An engine that dies, hangs or fails is started anew and gets the weights, while others go on with its requests. Off:
+    it ends the run."""
+    rollout_health_check_interval: float = Field(30.0, gt=0)
+    """Seconds between two questions to an engine whether it is well; none while it is paused or asleep."""
+    rollout_health_check_timeout: float = Field(30.0, gt=0)
+    """Seconds that it may take to answer that."""
+    rollout_health_check_first_wait: float = Field(0.0, ge=0)
+    """Seconds after its start before it is asked for the first time."""
+    max_engine_restarts: int = Field(3, ge=0)
+    """With so many restarts of one engine within engine_restart_window, its next failure ends the run."""
+    engine_restart_window: float = Field(3600.0, gt=0)
+    """Seconds after which a restart is forgotten."""
+    engine_call_timeout: float = Field(600.0, gt=0)
+    """Seconds that an engine may take to pause, to load a bucket of weights, and the like, before it counts as hung."""
     on_failed_group: Literal["requeue", "drop"] = "requeue"
     """What becomes of a group whose samples still fail: its prompt goes back to the buffer, or is dropped; counted."""
     refill: Literal["drained", "eager"] = "drained"

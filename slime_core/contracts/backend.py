@@ -142,6 +142,10 @@ class TrainBackend(ABC):
         same order. Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 yield None
         unless `everywhere`. A tensor may be a view of what is trained: it is read before the next step, never written."""
 
+    def frozen_tensors(self) -> frozenset[str]:
+        """Names that `export_tensors` gives with the same content every time: an engine needs them once."""
+        return frozenset()
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Weights, optimiser, schedule and this rank's random state, into an existing folder that all ranks share."""

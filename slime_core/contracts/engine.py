@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -52,6 +52,8 @@ class EngineSetup:
     """Sequences that the run will have in flight on this engine at most."""
     run_dir: Path
     trust_remote_code: bool = False
+    num_devices: int = 1
+    """Devices of this engine; on a CPU processes that share its cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class EngineInfo:
     capabilities: frozenset[Capability]
     address: str | None = None
     """Where it can be reached by HTTP, if it can."""
+    token: str | None = field(default=None, repr=False)
+    """The bearer token that `address` asks for."""
+    pid: int | None = None
+    """Of the process that serves; by default the one that called `start`."""
 
 
 class RolloutEngine(ABC):
@@ -71,7 +77,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Answers in the order of the requests. Requests of one call enter the engine together; calls overlap."""
+        """Answers in the order of the requests. Requests of one call enter the engine together; calls overlap.
+
+        EngineRefused for a request that it does not serve, though it is well. After any other error the run stops it hard,
+        starts another one in its place and asks that one (or a neighbour) again."""
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
         """Answers as they end; what the kernel calls. All requests enter the engine in one turn of its loop, in order.
@@ -106,13 +115,14 @@ class RolloutEngine(ABC):
     async def version(self) -> int:
         """Of the weights that the next token is sampled from; -1 before the first load."""
 
-    async def endpoint(self) -> EngineEndpoint | None:
-        """Where a transport's senders reach it; None: weights come by `load_bucket` alone."""
-        return None
+    async def endpoints(self) -> Sequence[EngineEndpoint]:
+        """Where a transport's senders reach its servers; none: weights come by `load_bucket` alone."""
+        return ()
 
     async def weights_sent(self, version: int) -> None:
-        """A sender has brought all weights of `version` to the endpoint. Like the last `load_bucket`: it becomes the
-        engine's version, or EngineError says what the engine holds instead."""
+        """A sender has brought all weights of `version` to the endpoints. Like the last `load_bucket`: it becomes the
+        engine's version and cached prefixes of older ones are dropped, or EngineError says what the engine holds
+        instead."""
         raise NotImplementedError
 
     @abstractmethod
@@ -128,10 +138,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns soon if the engine can serve; raises EngineError if not."""
+        """Returns soon if the engine can serve; raises EngineError if not. What others are answered does not change by it."""
 
     @abstractmethod
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Ends it with all its processes, soon, in whatever state it is; also without `start`, and twice."""
 
 
 class EngineDriver(Driver[RolloutEngine]):

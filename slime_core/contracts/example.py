@@ -8,9 +8,13 @@ estimators and corrections need at least one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from slime_core.types.weights import Bucket
 
 Numbers: TypeAlias = Sequence[float]
 """One for each response token of a sample, masked ones included."""
@@ -147,6 +151,16 @@ class CollectorExample(Example):
     rollout_batch_size: int = 2
     n_samples_per_prompt: int = 2
     num_steps: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportExample(Example):
+    """For a transport with senders: `partner` plays a server at which they deliver.
+
+    `with partner(receive) as url:` it answers there. It hands over whole buckets, the last one marked; EngineError from
+    `receive` is a bucket that the engine refuses, which the senders must be told."""
+
+    partner: Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,12 @@ Next: TypeAlias = "Callable[[GenerateRequest], Awaitable[Completion]]"
 
 
 class RouterMiddleware(ABC):
-    """Named in `router.middlewares`, outermost first. One instance serves all requests of a run."""
+    """Named in `router.middlewares`, outermost first. One instance serves all requests of a run.
+
+    A middleware that chooses engines passes the request on with `engines` reordered or narrowed (`dataclasses.replace`). It
+    changes neither tokens, sampling nor seed, gives up when it is cancelled, and lets errors pass: EngineUnavailable alone
+    says that the same request may be sent again.
+    """
 
     @abstractmethod
     async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion: ...

@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEndpoint:
-    """Where an engine takes weights by itself."""
+    """Where a server of an engine takes weights by itself."""
 
     index: int
+    """Of the engine."""
     url: str
     """`http://127.0.0.1:30000`."""
     token: str | None = None
     """Bearer token of its requests."""
     num_ranks: int = 1
     """Processes that hold weights. Colocated engines stand, in order, on the devices of the trainer's ranks."""
+    incarnation: str = ""
+    """Another one after a restart: what was agreed with the server before is forgotten."""
 
 
 class TensorExport(Protocol):
@@ -52,6 +55,8 @@ class SenderSetup:
     run_dir: Path
     colocated: bool
     """The engines' processes use the same devices."""
+    frozen: frozenset[str] = frozenset()
+    """See `TrainBackend.frozen_tensors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

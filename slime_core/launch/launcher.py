@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from slime_core.contracts.engine import EngineInfo
-from slime_core.rollout.client import EngineHandle
+from slime_core.rollout.seat import EngineHandle
 from slime_core.workers.engine import EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorkerSpec
 
@@ -23,7 +23,7 @@ class RankHandle(Protocol):
 
 
 class Launcher(ABC):
-    """Calling order: `start_trainers`, `start_engines`, any calls on handles, `stop`."""
+    """Calling order: `start_trainers`, `start_engines`, any calls on handles and `restart_engine`, `stop`."""
 
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
@@ -35,6 +35,10 @@ class Launcher(ABC):
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         """Started engines, by index."""
+
+    @abstractmethod
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        """Ends an engine hard, in whatever state it is, and starts another one from the same spec, in the same place."""
 
     @abstractmethod
     def share(self, value: Any) -> Any:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from slime_core.contracts.engine import EngineInfo
 from slime_core.launch.launcher import Launcher, RankHandle
-from slime_core.rollout.client import EngineHandle
+from slime_core.rollout.seat import EngineHandle
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.workers.engine import EngineWorker, EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorker, TrainWorkerSpec
+
+STOP_S: Final = 10.0
+"""What a lost engine gets to end its processes."""
 
 
 class LocalRank:
@@ -53,6 +57,7 @@ class LocalLauncher(Launcher):
         self._threads: list[ThreadPoolExecutor] = []
         self._ranks: list[LocalRank] = []
         self._engines: list[LocalEngine] = []
+        self._specs: list[EngineWorkerSpec] = []
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         ranks: list[RankHandle] = []
@@ -71,7 +76,17 @@ class LocalLauncher(Launcher):
             worker = EngineWorker(spec)
             infos.append(await worker.start())
             self._engines.append(LocalEngine(worker))
+            self._specs.append(spec)
         return list(self._engines), infos
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        # One that hangs is left behind: nothing in this process can be stopped harder than by asking it to.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(STOP_S):
+                await self._engines[index].call("stop")
+        worker = EngineWorker(self._specs[index])
+        self._engines[index] = LocalEngine(worker)
+        return self._engines[index], await worker.start()
 
     def share(self, value: Any) -> Any:
         return value

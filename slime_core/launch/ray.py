@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -25,7 +27,7 @@ from slime_core.launch.ray_actors import EngineActor, Location, TrainActor
 from slime_core.launch.ray_cluster import LOOPBACK, RayCluster
 from slime_core.launch.ray_crew import Crew, Member, Roster, together
 from slime_core.launch.ray_handles import RayEngine, RayRank
-from slime_core.rollout.client import EngineHandle
+from slime_core.rollout.seat import EngineHandle
 from slime_core.workers.engine import EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorkerSpec
 
@@ -42,6 +44,20 @@ class Slot:
     location: Location
 
 
+@dataclass(slots=True, kw_only=True)
+class EngineSeat:
+    """What an engine was started with, and where it is now."""
+
+    spec: EngineWorkerSpec
+    group: Any
+    bundle: int
+    options: dict[str, Any]
+    devices: Sequence[str]
+    """Those that it shares with a trainer."""
+    crew: Crew
+    member: Member
+
+
 class RayLauncher(Launcher):
     """See `Launcher`. `start_trainers` comes first where engines share the trainer's devices."""
 
@@ -55,6 +71,8 @@ class RayLauncher(Launcher):
         self._groups: list[Any] = []
         self._roster = Roster()
         self._crews: list[Crew] = []
+        self._seats: dict[int, EngineSeat] = {}
+        self._lost_engines = False
         self._num_ranks = 0
         self._shared_slots: list[Slot] = []
         self._shared_gpus = 0.0
@@ -147,7 +165,33 @@ class RayLauncher(Launcher):
             member = self._place(crew, EngineActor, group, bundle, options, name, EngineError)
             handles.append(RayEngine(member, crew))
             started.append(self._start_engine(crew, member, spec, own))
+            self._seats[spec.setup.index] = EngineSeat(
+                spec=spec, group=group, bundle=bundle, options=options, devices=own, crew=crew, member=member
+            )
         return handles, await together(started)
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        seat = self._seats[index]
+        self._lost_engines = True
+        died = seat.crew.has_died
+        await seat.crew.end(failed=True)
+        self._crews = [crew for crew in self._crews if crew is not seat.crew]
+        if not died:
+            kill_here(seat.member)
+        seat.crew = self._new_crew(farewell="stop")
+        seat.member = self._place(
+            seat.crew, EngineActor, seat.group, seat.bundle, seat.options, f"engine {index}", EngineError
+        )
+        try:
+            async with asyncio.timeout(self._placement_timeout_s):
+                await seat.crew.run(seat.member, seat.member.actor.locate.remote())
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {index}: Ray has not started a process for it within {self._placement_timeout_s:g} s; its place "
+                "may be taken, or its machine gone."
+            ) from error
+        info = await self._start_engine(seat.crew, seat.member, seat.spec, seat.devices)
+        return RayEngine(seat.member, seat.crew), info
 
     def share(self, value: Any) -> Any:
         return ray.put(value)
@@ -158,7 +202,7 @@ class RayLauncher(Launcher):
         cluster, self._cluster = self._cluster, None
         if cluster is None:
             return
-        died = any(crew.has_died for crew in crews)
+        died = self._lost_engines or any(crew.has_died for crew in crews)
         try:
             results = await asyncio.gather(*(crew.end() for crew in crews), return_exceptions=True)
         finally:
@@ -252,6 +296,14 @@ class RayLauncher(Launcher):
         info: EngineInfo = await crew.run(member, member.actor.resolve.remote(spec, devices))
         crew.ready()
         return info
+
+
+def kill_here(member: Member) -> None:
+    """Ends the process of an actor on this machine, if it is still there: one that hangs does not hear Ray."""
+    location = member.location
+    if location is not None and location.node == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(location.pid, signal.SIGKILL)
 
 
 def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:

@@ -112,11 +112,11 @@ class Crew:
             self._pending.discard(task)
             task.cancel()
 
-    async def end(self) -> None:
-        """Lets members end by themselves if they can, then kills them. Raises what a farewell raised, unless a call
-        has failed before: then that is the news."""
+    async def end(self, *, failed: bool = False) -> None:
+        """Lets members end by themselves if they can, then kills them. Raises what a farewell raised, unless they have
+        `failed` or a call has failed before: then that is the news."""
         self.ended = True
-        failed_before = self._has_failed
+        failed_before = failed or self._has_failed
         farewells = []
         if self._ready and not self._lost.done():
             farewells = [

@@ -2,42 +2,64 @@
 
 Requests that are made in one turn of the event loop travel together and enter an engine together. So a wave of prompts
 makes the same batches each time, and ten thousand requests are a few messages.
+
+Once somebody watches, an engine that fails is taken out of service: its requests go to the others, or wait until one is
+back, and publishes pass it by. Whoever watches puts another engine in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 
 from slime_core.contracts.middleware import Next, RouterMiddleware
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
+from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
+OnLoss: TypeAlias = Callable[[int, Exception, int], None]
+"""Told which engine was taken out of service, why, and how many of its requests are dispatched again."""
 
-class EngineHandle(Protocol):
-    """One engine, wherever it runs."""
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
-        """Completions as they end. All requests enter the engine together."""
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """A method of the engine contract."""
+PAUSED: Final = "paused"
+ASLEEP: Final = "asleep"
+HOLDS: Final = {"pause": PAUSED, "sleep": ASLEEP}
+FREES: Final = {"resume": PAUSED, "wake": ASLEEP}
 
 
 class EngineClient:
     """Spreads requests over engines in turn, at most `concurrency` per engine; the rest wait in order."""
 
     def __init__(
-        self, engines: Sequence[EngineHandle], *, concurrency: int, middlewares: Sequence[RouterMiddleware] = ()
+        self,
+        engines: Sequence[EngineHandle],
+        *,
+        concurrency: int,
+        middlewares: Sequence[RouterMiddleware] = (),
+        max_losses: int = 3,
+        call_limit_s: float = 600.0,
     ) -> None:
-        self._engines = tuple(engines)
+        """While engines are watched: `max_losses` is how often a request may be lost with its engine before it fails,
+        `call_limit_s` what an engine gets for a call of `each` before it counts as hung."""
+        self._seats = tuple(Seat(index, engine, concurrency) for index, engine in enumerate(engines))
         self._concurrency = concurrency
+        self._max_losses = max_losses
+        self._call_limit_s = call_limit_s
+        self._on_loss: OnLoss | None = None
+        self._failure: Exception | None = None
+        self._losses: Counter[str] = Counter()
+        self._held: set[str] = set()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._waiting: deque[GenerateRequest] = deque()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
-        self._running = [0] * len(self._engines)
         self._next_engine = 0
+        # Middlewares are told which engines there are; a request that still carries this very tuple goes to any of them.
+        self._every = tuple(range(len(self._seats))) if middlewares else ()
+        # Requests among the middlewares, and whether they were aborted meanwhile.
+        self._entered: dict[str, bool] = {}
         self._flush_planned = False
         self._streams: set[asyncio.Task[None]] = set()
         self._entrance: Next = self._submit
@@ -46,19 +68,64 @@ class EngineClient:
 
     @property
     def num_engines(self) -> int:
-        return len(self._engines)
+        """Those in service."""
+        return sum(seat.serves for seat in self._seats)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Of the engines in service."""
+        return tuple(seat.index for seat in self._seats if seat.serves)
+
+    @property
+    def at_rest(self) -> bool:
+        """Engines are paused or asleep."""
+        return bool(self._held)
+
+    @property
+    def asleep(self) -> bool:
+        return not self._awake.is_set()
+
+    async def awake(self) -> None:
+        """Returns when engines are not asleep: till then their devices may be somebody else's."""
+        await self._awake.wait()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Through the middlewares to an engine and back. EngineError if the engine fails."""
-        completion: Completion = await self._entrance(request)
-        return completion
+        """Through the middlewares to an engine and back. EngineError if the engine fails; of watched ones
+        EngineUnavailable if the request was lost too often."""
+        if not self._every:
+            return await self._submit(request)
+        self._entered[request.request_id] = False
+        try:
+            completion: Completion = await self._entrance(replace(request, engines=self._every))
+            return completion
+        finally:
+            self._entered.pop(request.request_id, None)
 
     async def each(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of the engine contract on every engine at once."""
-        return list(await asyncio.gather(*(engine.call(method, *args) for engine in self._engines)))
+        """See `ask`; results in the order of engines."""
+        return list((await self.ask(method, *args)).values())
+
+    async def ask(self, method: str, *args: Any) -> dict[int, Any]:
+        """Calls a method of the engine contract on every engine in service at once; results by index. A watched engine that
+        fails is taken out of service and gives no result; one that refuses is well, and the refusal is raised."""
+        if self._failure is not None:
+            raise self._failure
+        if (held := HOLDS.get(method)) is not None:
+            self._note(self._held | {held})
+        serving = [seat for seat in self._seats if seat.serves]
+        if self._on_loss is None:
+            answers = [(answer,) for answer in await together([seat.engine.call(method, *args) for seat in serving])]
+        else:
+            answers = await together([self._call(seat, method, args) for seat in serving])
+        if (freed := FREES.get(method)) is not None:
+            self._note(self._held - {freed})
+        return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests; those still waiting here are answered with nothing."""
+        """Ends these requests; those still waiting here, or in a middleware, are answered with nothing."""
+        for request_id in request_ids:
+            if request_id in self._entered and request_id not in self._answers:
+                self._entered[request_id] = True
         wanted = set(request_ids)
         waiting = [request for request in self._waiting if request.request_id in wanted]
         if waiting:
@@ -68,13 +135,122 @@ class EngineClient:
                 if not answer.done():
                     answer.set_result(Completion.empty(request, FinishReason.ABORT))
         running = [request_id for request_id in request_ids if request_id in self._answers]
-        if running:
+        if running and self._failure is None:
             await self.each("abort", running)
+
+    # ---------------------------------------------------------------- engines that come and go
+
+    def watch(self, on_loss: OnLoss | None) -> None:
+        """From now on an engine that fails is taken out of service, and `on_loss` is told. Before, or with None, its failure
+        is that of whoever asked."""
+        self._on_loss = on_loss
+
+    @property
+    def watched(self) -> bool:
+        return self._on_loss is not None
+
+    def engine(self, index: int) -> EngineHandle | None:
+        """None while the seat has no engine in service."""
+        seat = self._seats[index]
+        return seat.engine if seat.serves else None
+
+    def link(self, engine: EngineHandle) -> OneEngine:
+        """What a transport sees of an engine that is to be admitted."""
+        return OneEngine(engine, self._call_limit_s)
+
+    def quarantine(self, index: int, error: Exception) -> None:
+        """Takes an engine out of service. Requests that it had not answered are dispatched again, before all that wait."""
+        seat = self._seats[index]
+        if not seat.serves:
+            return
+        assert self._on_loss is not None
+        again = [request for request in seat.vacate() if self._survives(request, index, error)]
+        self._waiting.extendleft(reversed(again))
+        if again:
+            self._plan_flush()
+        self._on_loss(index, error, len(again))
+
+    def admit(self, index: int, engine: EngineHandle) -> None:
+        """Puts an engine into service. Until it has given an answer it gets one request at a time."""
+        self._seats[index].seat(engine, bound=1)
+        self._plan_flush()
+
+    def fail(self, error: Exception) -> None:
+        """There is no help for the engines: whoever waits for an answer, or asks later, gets this error."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._waiting.clear()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _note(self, held: set[str]) -> None:
+        self._held = held
+        if ASLEEP in held:
+            self._awake.clear()
+        else:
+            self._awake.set()
+
+    def _survives(self, request: GenerateRequest, index: int, error: Exception) -> bool:
+        """Whether a request that was lost is to be sent again."""
+        name = request.request_id
+        answer = self._answers.get(name)
+        if answer is None or answer.done():
+            return False
+        self._losses[name] += 1
+        if self._losses[name] <= self._max_losses:
+            return True
+        failure = EngineUnavailable(
+            f"request {name} was lost {self._losses[name]} times with the engine that had it (--max-retries "
+            f"{self._max_losses}); the last time with engine {index}: {error}"
+        )
+        failure.__cause__ = error
+        answer.set_exception(failure)
+        return False
+
+    async def _call(self, seat: Seat, method: str, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The result, or nothing of an engine that was lost meanwhile."""
+        call = asyncio.ensure_future(seat.engine.call(method, *args))
+        seat.calls.add(call)
+        try:
+            await asyncio.wait({call}, timeout=self._call_limit_s)
+            if call.cancelled():
+                return ()
+            if not call.done():
+                raise EngineError(f"engine {seat.index} has not ended {method} within {self._call_limit_s:g} s")
+            return (call.result(),)
+        except EngineRefused:
+            raise
+        except Exception as error:
+            if self._on_loss is None:
+                raise
+            # Whatever it is, this engine cannot be relied on.
+            self.quarantine(seat.index, error)
+            return ()
+        finally:
+            seat.calls.discard(call)
+            call.cancel()
+
+    # ---------------------------------------------------------------- requests
 
     async def _submit(self, request: GenerateRequest) -> Completion:
         loop = asyncio.get_running_loop()
+        if self._failure is not None:
+            raise self._failure
+        if self._entered.get(request.request_id):
+            return Completion.empty(request, FinishReason.ABORT)
         if request.request_id in self._answers:
             raise EngineError(f"request id {request.request_id} is in flight already; ids are unique")
+        if request.text is not None and not len(request.token_ids):
+            raise EngineError(
+                f"request {request.request_id} has a text but no tokens, and engines take tokens: router.middlewares "
+                "needs one that knows them; `slime plugins` says which there are."
+            )
+        if not set(request.engines) <= set(range(len(self._seats))):
+            raise EngineError(
+                f"request {request.request_id} asks for engines {request.engines}; there are {len(self._seats)}"
+            )
         answer: asyncio.Future[Completion] = loop.create_future()
         self._answers[request.request_id] = answer
         self._waiting.append(request)
@@ -83,6 +259,7 @@ class EngineClient:
             return await answer
         finally:
             self._answers.pop(request.request_id, None)
+            self._losses.pop(request.request_id, None)
             if answer.cancelled() and request in self._waiting:
                 self._waiting.remove(request)
 
@@ -93,49 +270,81 @@ class EngineClient:
 
     def _flush(self) -> None:
         self._flush_planned = False
-        chosen: list[list[GenerateRequest]] = [[] for _ in self._engines]
-        while self._waiting and (engine := self._free_engine()) is not None:
-            chosen[engine].append(self._waiting.popleft())
-            self._running[engine] += 1
-        for number, requests in enumerate(chosen):
+        chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
+        held: list[GenerateRequest] = []
+        while self._waiting and any(seat.has_room for seat in self._seats):
+            request = self._waiting.popleft()
+            if (seat := self._free_seat(request)) is None:
+                held.append(request)
+                continue
+            chosen[seat.index].append(request)
+            seat.running += 1
+        self._waiting.extendleft(reversed(held))
+        for seat, requests in zip(self._seats, chosen, strict=True):
             if requests:
-                task = asyncio.create_task(self._stream(number, requests))
-                self._streams.add(task)
-                task.add_done_callback(self._streams.discard)
+                message = Message({request.request_id: request for request in requests})
+                seat.messages[message] = None
+                message.task = asyncio.create_task(self._stream(seat, message, requests))
+                self._streams.add(message.task)
+                message.task.add_done_callback(self._streams.discard)
 
-    def _free_engine(self) -> int | None:
-        """Engines in turn, so that where a request goes does not depend on how fast others are answered."""
-        for offset in range(len(self._engines)):
-            number = (self._next_engine + offset) % len(self._engines)
-            if self._running[number] < self._concurrency:
-                self._next_engine = (number + 1) % len(self._engines)
-                return number
+    def _free_seat(self, request: GenerateRequest) -> Seat | None:
+        """Where a middleware wants it, unless nothing serves there; else engines in turn, so that where a request goes does
+        not depend on how fast others are answered."""
+        if request.engines and request.engines is not self._every:
+            wanted = [seat for seat in map(self._seats.__getitem__, request.engines) if seat.serves]
+            if wanted:
+                return next((seat for seat in wanted if seat.has_room), None)
+        for offset in range(len(self._seats)):
+            number = (self._next_engine + offset) % len(self._seats)
+            if self._seats[number].has_room:
+                self._next_engine = (number + 1) % len(self._seats)
+                return self._seats[number]
         return None
 
-    async def _stream(self, number: int, requests: Sequence[GenerateRequest]) -> None:
-        open_ids = {request.request_id for request in requests}
-        failure: Exception = EngineError(f"engine {number} ended its answer before all requests were done")
+    async def _stream(self, seat: Seat, message: Message, requests: Sequence[GenerateRequest]) -> None:
+        number = seat.index
+        failure: Exception | None = None
         try:
-            async for completion in self._engines[number].generate(requests):
-                if completion.request_id not in open_ids:
+            async for completion in seat.engine.generate(requests):
+                if message not in seat.messages:
+                    # Taken out of service meanwhile; what it says now may have been asked of another one.
+                    return
+                if message.open.pop(completion.request_id, None) is None:
                     raise EngineError(f"engine {number} answered {completion.request_id}, which it was not asked for")
-                open_ids.remove(completion.request_id)
-                self._running[number] -= 1
+                seat.running -= 1
+                seat.bound = self._concurrency
                 answer = self._answers.get(completion.request_id)
                 if answer is not None and not answer.done():
                     answer.set_result(completion)
                 if self._waiting:
                     self._plan_flush()
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises reaches those who wait for it
+            if message.open:
+                failure = EngineError(f"engine {number} ended its answer before all requests were done")
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is judged, or reaches those who wait for it
             failure = error
         finally:
-            self._running[number] -= len(open_ids)
-            for request_id in open_ids:
-                answer = self._answers.get(request_id)
-                if answer is not None and not answer.done():
-                    answer.set_exception(failure)
-            if self._waiting:
-                self._plan_flush()
+            if message in seat.messages:
+                self._end(seat, message, failure)
+
+    def _end(self, seat: Seat, message: Message, failure: Exception | None) -> None:
+        """A message has ended. If the engine failed and is watched, it is taken out of service; else the failure is that of
+        whoever waits."""
+        if failure is not None and self._on_loss is not None and not isinstance(failure, EngineRefused):
+            self.quarantine(seat.index, failure)
+            return
+        del seat.messages[message]
+        seat.running -= len(message.open)
+        for request_id in message.open:
+            answer = self._answers.get(request_id)
+            if answer is not None and not answer.done():
+                answer.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
+        if self._waiting:
+            self._plan_flush()
+
+
+async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*work))
 
 
 def around(middleware: RouterMiddleware, call_next: Next) -> Next:

@@ -11,7 +11,7 @@ import numpy as np
 
 from slime_core.config.bound import Part
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, PluginError, RewardError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.rewards import RewardPool
@@ -158,6 +158,10 @@ class GroupRunner:
             episodes.append(episode)
             try:
                 return check_samples(await self._generator.generate(episode), self._generator)
+            except EngineUnavailable as error:
+                # It was asked again as often as it may be: perhaps it is what kills the engines.
+                self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
+                break
             except (EngineError, PluginError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal

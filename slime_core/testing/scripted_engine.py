@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.sample import VersionSpan
@@ -54,6 +55,8 @@ class ScriptedEngine(RolloutEngine):
         self._running: dict[str, asyncio.Event] = {}
         self._tensors: dict[str, bytes] = {}
         self._version = VERSION if stays_at is None else stays_at
+        self.served_at: tuple[EngineEndpoint, ...] = ()
+        """Where senders reach it."""
 
     def release(self) -> None:
         self._released.set()
@@ -115,6 +118,10 @@ class ScriptedEngine(RolloutEngine):
     async def load_bucket(self, bucket: Bucket) -> None:
         # A turn of the loop, so that a push that does not wait shows.
         await asyncio.sleep(0)
+        self.receive(bucket)
+
+    def receive(self, bucket: Bucket) -> None:
+        """What `load_bucket` does, for whoever has no event loop."""
         if bucket.index == self._refuses or xxhash.xxh3_64_hexdigest(bucket.data.tobytes()) != bucket.checksum:
             raise EngineError(f"scripted engine: bucket {bucket.index} of version {bucket.version} is refused")
         self.buckets.append(bucket)
@@ -125,6 +132,13 @@ class ScriptedEngine(RolloutEngine):
             start += size
         if bucket.last and self._stays_at is None:
             self._version = bucket.version
+
+    async def endpoints(self) -> Sequence[EngineEndpoint]:
+        return self.served_at
+
+    async def weights_sent(self, version: int) -> None:
+        if self._version != version:
+            raise EngineError(f"scripted engine: version {version} was sent, it holds {self._version}")
 
     async def version(self) -> int:
         return self._version

@@ -39,6 +39,14 @@ class GenerateRequest:
     seed: int
     session_id: str | None = None
     """Requests of one conversation share it, so that a router can send them to one engine."""
+    engines: tuple[int, ...] = ()
+    """Engines that may answer, the preferred one first. Who sends requests fills it in for the middlewares, which
+    reorder or narrow it; unchanged or empty: any engine, in turn."""
+    priority: int = 0
+    """Where requests wait, a higher one goes first."""
+    text: str | None = None
+    """A prompt whose tokens are not known yet: then `token_ids` is empty, and a middleware must fill it in, since engines
+    take tokens alone."""
 
 
 class FinishReason(StrEnum):
@@ -62,6 +70,8 @@ class Completion:
     engine_index: int = 0
     extra: dict[str, float] = field(default_factory=dict)
     """Engine-specific counters, such as speculative decoding's, by metric name."""
+    prompt_token_ids: npt.NDArray[np.int32] | None = None
+    """(P,) of a request that came as text: what the engine continued."""
 
     @classmethod
     def empty(cls, request: GenerateRequest, reason: FinishReason) -> Completion:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_core.config.bound import PartSpec
@@ -29,7 +30,8 @@ class EngineWorker:
         self._engine: RolloutEngine = spec.agreement.resolve(spec.engine, spec.agreement.registry()).build()
 
     async def start(self) -> EngineInfo:
-        return await self._engine.start(self._spec.setup)
+        info = await self._engine.start(self._spec.setup)
+        return info if info.pid is not None else replace(info, pid=os.getpid())
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
         """Completions as they end."""

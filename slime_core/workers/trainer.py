@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ class TrainWorker:
     def setup(self) -> Layout:
         layout = self._backend.setup(self._spec.setup)
         if self._sender is not None and self._spec.sender is not None:
-            self._sender.setup(self._spec.sender)
+            self._sender.setup(replace(self._spec.sender, frozen=self._backend.frozen_tensors()))
         return layout
 
     def score(

@@ -15,7 +15,7 @@ from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, PluginError, RewardError, RolloutError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError, RolloutError
 from slime_core.rollout import accepted as room
 from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
@@ -405,6 +405,21 @@ async def test_a_failed_answer_is_tried_again_and_then_given_up():
     assert group.samples[1].response_length == 0
     assert group.samples[1].remove_sample
     assert [f.will_retry for f in failures] == [True, False]
+
+
+async def test_a_request_that_was_lost_too_often_fails_its_sample():
+    """The client has asked again as often as it may; a generator is not given another try."""
+
+    class Poisonous(Answers):
+        async def generate(self, episode):
+            if episode.trajectory().index == 2:
+                raise EngineUnavailable("lost 4 times")
+            return await super().generate(episode)
+
+    made, failures = runner(Poisonous())
+    group = await made.start(prompt(0)).task
+    assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.COMPLETED, Status.FAILED]
+    assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(2, 1, False)]
 
 
 async def test_an_engine_error_is_not_tried_again():

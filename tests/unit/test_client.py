@@ -275,3 +275,89 @@ async def test_each_calls_every_engine():
     assert client.num_engines == 3
     assert await client.each("pause", 1) == [1, 1, 1]
     assert [engine.called for engine in engines] == [[("pause", 1)]] * 3
+
+
+class Steers(RouterMiddleware):
+    """Sends each request to the engines that its name's last character says."""
+
+    def __init__(self):
+        self.offered = []
+
+    async def __call__(self, request, call_next):
+        self.offered.append(request.engines)
+        digits = [int(character) for character in request.request_id.partition("@")[2]]
+        return await call_next(replace(request, engines=tuple(digits)) if digits else request)
+
+
+async def test_a_middleware_chooses_the_engine():
+    steers = Steers()
+    client, engines = client_of(3, concurrency=1, middlewares=[steers])
+    tasks = start(client, "a@2", "b@2", "c@21", "d", "e")
+    await settle()
+    assert steers.offered == [(0, 1, 2)] * 5
+    # b wants an engine that is full and waits, c takes its second choice, and d, which may go anywhere, is not held up.
+    assert [engine.messages for engine in engines] == [[["d"]], [["c@21"]], [["a@2"]]]
+    engines[0].finish("d")
+    await settle()
+    assert engines[0].messages == [["d"], ["e"]]
+    engines[2].finish("a@2")
+    await settle()
+    assert engines[2].messages == [["a@2"], ["b@2"]]
+    engines[0].finish("e")
+    engines[1].finish("c@21")
+    engines[2].finish("b@2")
+    await asyncio.gather(*tasks.values())
+
+
+class Keeps(RouterMiddleware):
+    """Lets nothing on before `gate` is set."""
+
+    def __init__(self):
+        self.gate = asyncio.Event()
+
+    async def __call__(self, request, call_next):
+        await self.gate.wait()
+        return await call_next(request)
+
+
+async def test_what_waits_in_a_middleware_can_be_aborted():
+    keeps = Keeps()
+    client, (engine,) = client_of(middlewares=[keeps])
+    tasks = start(client, "a", "b")
+    await settle()
+    await client.abort(["a", "gone"])
+    keeps.gate.set()
+    assert (await tasks["a"]).finish_reason is FinishReason.ABORT
+    await settle()
+    assert engine.messages == [["b"]]
+    engine.finish("b")
+    await tasks["b"]
+    # The id can be used again.
+    again = start(client, "a")
+    await settle()
+    engine.finish("a")
+    assert (await again["a"]).finish_reason is FinishReason.STOP
+
+
+async def test_a_request_does_not_wait_for_an_engine_that_was_lost():
+    client, engines = client_of(2, middlewares=[Steers()])
+    client.watch(lambda *loss: None)
+    client.quarantine(1, EngineError("gone"))
+    tasks = start(client, "a@1")
+    await settle()
+    assert engines[0].messages == [["a@1"]]
+    engines[0].finish("a@1")
+    await tasks["a@1"]
+
+
+async def test_an_engine_that_is_not_there_is_named():
+    client, _ = client_of(2, middlewares=[Steers()])
+    with pytest.raises(EngineError, match=r"asks for engines \(5,\); there are 2"):
+        await client.generate(request("a@5"))
+
+
+async def test_a_text_that_nobody_turned_into_tokens_is_an_error():
+    client, (engine,) = client_of()
+    with pytest.raises(EngineError, match="has a text but no tokens"):
+        await client.generate(replace(request("a"), token_ids=np.empty(0, np.int32), text="1+1="))
+    assert engine.messages == []

@@ -15,7 +15,17 @@ LEVELS = [
     {"contracts", "hookspecs", "mark", "plugin", "entry", "install_hints"},
     {"registry", "hooks", "config", "plugin_file"},
     {"buffer", "batch", "rollout", "launch", "workers", "checkpoint"}
-    | {"objective", "metrics", "manifest", "model_folder", "new_model", "onednn", "run_folder", "tracking"},
+    | {
+        "objective",
+        "metrics",
+        "manifest",
+        "model_folder",
+        "new_model",
+        "onednn",
+        "event_log",
+        "run_folder",
+        "tracking",
+    },
     {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary"},
     {"cli", "testing"},
 ]

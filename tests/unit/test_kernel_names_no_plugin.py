@@ -25,6 +25,7 @@ PLAIN_WORDS = {
     "random",
     "record",
     "remote",
+    "retry",
     "sft",
     "tis",
     "value",

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from slime_core.contracts.needs import Need
 from slime_core.errors import ConfigError, ModelError
 from slime_core.manifest import build_manifest
 from slime_core.materials import load_role_config
-from slime_core.roles import sharing_devices
+from slime_core.roles import sharing_devices, worker_specs
 from slime_core.workers.objective import ObjectiveSpec
 
 VALUED = """
@@ -117,6 +118,16 @@ def test_a_critic_is_a_second_row(ppo, tmp_path):
     assert critic.plan.columns == {"advantages", "returns", "loss_weight", "values"}
     assert "values" not in actor.plan.columns
     assert (critic.needs, Need.VALUES in actor.needs) == ({Need.VALUES}, False)
+
+
+def test_only_the_policys_ranks_send_weights(ppo, tmp_path):
+    run = ppo()
+    materials = SimpleNamespace(num_rollout=1)
+    sent = {
+        role.name: [spec.transport for spec in worker_specs(run, role, materials, None, "cpu", tmp_path)]
+        for role in run.roles
+    }
+    assert sent == {"actor": [run.transport.spec()], "critic": [None]}
 
 
 def test_the_critics_objective_is_its_loss_alone(ppo):

@@ -113,6 +113,8 @@ def test_the_base_does_not_drift(folders, start, train, weights_of, log_probs):
     exported = weights_of(backend)
     changed = {name.split(".")[-2] for name in original if not torch.equal(exported[name], original[name])}
     assert changed == LINEAR
+    # What an engine needs once.
+    assert backend.frozen_tensors() == {name for name in exported if name.split(".")[-2] not in LINEAR}
 
 
 def test_only_adapters_have_optimizer_state(folders, start, train, tmp_path):

@@ -17,7 +17,7 @@ def test_entry_points():
     assert engine.load() is Local
     assert transport.load() is Direct
     assert Local.transports == ("direct",)
-    assert Direct.serves == ("local",)
+    assert Direct.serves == ("local", "sglang")
 
 
 def test_importing_the_drivers_is_light():

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xxhash
+from torch import Tensor
 
-from slime_core.contracts.transport import EngineEndpoint, SentReport, WeightTransport
+from slime_core.contracts.example import TransportExample
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, WeightSender, WeightTransport
 from slime_core.errors import EngineError
 from slime_core.testing.case import Case
 from slime_core.testing.event_loop import run
@@ -32,15 +38,19 @@ def weights_of(version: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class Exporter:
-    """`slime_core.contracts.transport.TrainerLink`: a tensor a bucket."""
+    """`slime_core.contracts.transport.TrainerLink`: a tensor a bucket, or a tensor at a time to the sender."""
 
     def __init__(self, *, empty: bool = False) -> None:
         self.sizes: list[int] = []
+        self.sender: WeightSender | None = None
         self._empty = empty
+
+    def _weights(self, version: int) -> dict[str, np.ndarray[Any, Any]]:
+        return {} if self._empty else weights_of(version)
 
     async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         self.sizes.append(bucket_bytes)
-        weights = {} if self._empty else weights_of(version)
+        weights = self._weights(version)
         for index, (name, tensor) in enumerate(weights.items()):
             data = np.frombuffer(tensor.tobytes(), np.uint8)
             await asyncio.sleep(0)
@@ -56,7 +66,13 @@ class Exporter:
             )
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
-        raise AssertionError("scripted engines have no endpoint that a sender could reach")
+        assert self.sender is not None, "the transport uses a sender, but its driver builds none"
+
+        def export(*, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+            for name, tensor in self._weights(version).items():
+                yield {name: torch.from_numpy(tensor.copy())}
+
+        return [await asyncio.to_thread(self.sender.send, export, version, engines)]
 
 
 class Engines:
@@ -74,14 +90,41 @@ class Engines:
 
 
 def push(case: Case, engines: Engines, *versions: int, exporter: Exporter | None = None) -> list[PublishReport]:
+    trainers = exporter or Exporter()
+
     async def scene() -> list[PublishReport]:
         transport: WeightTransport = case.build()
         try:
-            return [await transport.push(exporter or Exporter(), engines, version) for version in versions]
+            return [await transport.push(trainers, engines, version) for version in versions]
         finally:
             await transport.close()
 
-    return run(scene())
+    with sending(case, engines, trainers):
+        return run(scene())
+
+
+@contextmanager
+def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
+    """The trainer's rank has a sender, if the transport has senders, and the engines partners that it reaches."""
+    with ExitStack() as stack:
+        trainers.sender = case.driver.build_sender(case.config)
+        if trainers.sender is not None:
+            stack.callback(trainers.sender.close)
+            partner = require_partner(case)
+            for index, engine in enumerate(engines.engines):
+                url = stack.enter_context(partner(engine.receive))
+                engine.served_at = (EngineEndpoint(index=index, url=url, incarnation=url),)
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            trainers.sender.setup(
+                SenderSetup(rank=0, world_size=1, device="cpu", model_path=folder, run_dir=folder, colocated=True)
+            )
+        yield
+
+
+def require_partner(case: Case) -> Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]:
+    examples = [example for example in case.subject.examples if isinstance(example, TransportExample)]
+    assert examples, "it has senders: its `examples` must give a TransportExample, whose partner they deliver to"
+    return examples[0].partner
 
 
 def checksums(engines: Engines) -> list[str]:
@@ -102,8 +145,9 @@ def test_what_arrives_is_what_was_exported(case: Case) -> None:
 
 def test_its_report_is_true(case: Case) -> None:
     exporter = Exporter()
-    (report,) = push(case, Engines(ScriptedEngine(), ScriptedEngine()), 3, exporter=exporter)
-    assert (report.version, report.buckets) == (3, len(weights_of(3))), f"it reports {report}"
+    engine = ScriptedEngine()
+    (report,) = push(case, Engines(engine, ScriptedEngine()), 3, exporter=exporter)
+    assert (report.version, report.buckets) == (3, len(engine.buckets)), f"it reports {report}"
     assert report.bytes_sent >= 0
     assert report.seconds >= 0
     assert all(size > 0 for size in exporter.sizes), f"it asks for buckets of {exporter.sizes} bytes"
@@ -122,7 +166,9 @@ def test_pushing_again_changes_nothing(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_refused_bucket_surfaces(case: Case) -> None:
-    for refused in range(len(weights_of(0))):
+    engine = ScriptedEngine()
+    push(case, Engines(engine), 2)
+    for refused in range(len(engine.buckets)):
         with pytest.raises(EngineError):
             push(case, Engines(ScriptedEngine(), ScriptedEngine(refuses=refused)), 2)
 

@@ -23,7 +23,7 @@ from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
 from slime_fsdp.adapters import copy_trained, replaced, values_without_effect
 from slime_fsdp.attention import AttentionPlan, plan_attention
-from slime_fsdp.export import base_shapes, copy_weights, whole_tensors, write_folder
+from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.log_probs import EntropyMode
@@ -234,6 +234,9 @@ class FsdpBackend(TrainBackend):
         trainer = self._ready
         keep = everywhere or trainer.ranks.is_first
         return whole_tensors(trainer.model, trainer.placement.compute_dtype, keep=keep)
+
+    def frozen_tensors(self) -> frozenset[str]:
+        return frozen_names(self._ready.model)
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready

@@ -59,6 +59,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def frozen_names(packed: PackedModel) -> frozenset[str]:
+    """Of whole tensors that neither training nor a merged adapter changes. Tensors that are taken apart for files are
+    left out."""
+    if packed.adapters is None:
+        return frozenset()
+    trained = trained_parameters(packed.model)
+    return frozenset(
+        base_name(name)
+        for name in packed.weight_names()
+        if name not in trained and not is_adapter(name) and base_name(name) == name
+    )
+
+
 def base_shapes(packed: PackedModel) -> dict[str, torch.Size]:
     """Of what `merged_layers` gives."""
     state = packed.model.state_dict()

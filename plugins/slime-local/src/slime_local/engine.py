@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
 from slime_local.decoder import Decoder
@@ -114,7 +114,7 @@ class LocalEngine(RolloutEngine):
     # ---------------------------------------------------------------- requests
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Raises EngineError for a request that cannot be served, before any of the call runs."""
+        """Raises EngineRefused for a request that cannot be served, before any of the call runs."""
         if not requests:
             return []
         ticket = ListTicket(len(requests))
@@ -156,24 +156,24 @@ class LocalEngine(RolloutEngine):
         for params in {request.sampling for request in requests}:
             problem = _sampling_problem(params, self._model.vocab_size)
             if problem:
-                raise EngineError(f"{self._name}: {problem}.")
+                raise EngineRefused(f"{self._name}: {problem}.")
             if params.stop:
                 self._stop_text.prepare()
         counts = Counter(request.request_id for request in requests)
         twice = [name for name, count in counts.items() if count > 1 or name in self._decoder.request_ids]
         if twice:
-            raise EngineError(
+            raise EngineRefused(
                 f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
             )
         tokens = np.concatenate([request.token_ids for request in requests])
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self._model.vocab_size):
-            raise EngineError(
+            raise EngineRefused(
                 f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
                 f"{self._model.vocab_size}. Prompt and engine must use one tokenizer."
             )
         empty = [request.request_id for request in requests if not len(request.token_ids)]
         if empty:
-            raise EngineError(f"{self._name}: request {empty[0]} has no tokens; a prompt needs at least one.")
+            raise EngineRefused(f"{self._name}: request {empty[0]} has no tokens; a prompt needs at least one.")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ids that are not running are ignored: they may just have ended."""

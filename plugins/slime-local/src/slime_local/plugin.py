@@ -63,7 +63,7 @@ class Direct(TransportDriver):
     """Hands the exporter's buckets to the engines: in process as they are, under Ray through shared memory."""
 
     Config = DirectConfig
-    serves: ClassVar[tuple[str, ...]] = ("local",)
+    serves: ClassVar[tuple[str, ...]] = ("local", "sglang")
 
     @classmethod
     def build(cls, config: Any) -> DirectTransport:

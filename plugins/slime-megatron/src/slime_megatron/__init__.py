@@ -1,0 +1,1 @@
+"""Training backend for slime: Megatron-core over Hugging Face folders."""

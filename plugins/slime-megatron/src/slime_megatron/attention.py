@@ -1,0 +1,382 @@
+"""Packed attention for Megatron's layers: no token sees another sequence, no dense mask over the stream.
+
+The variable-length kernel on GPUs in half precision; elsewhere sequences of like length are padded into blocks, one SDPA
+call each. Under context parallelism keys and values are gathered over the group first.
+
+Legend: N tokens this rank holds, M keys that it may read, H query heads, K key heads, D head dim, S segments (a run of
+queries with the keys up to its end: a sequence, or one zigzag chunk of it), Lq and Lk padded lengths in a block.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime_core.batch.pack import ragged_positions
+from slime_core.batch.zigzag import held_positions
+from slime_core.errors import ModelError
+
+# Renamed in torch 2.13.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
+STRETCH = 1.25
+FREE_TOKENS = 8
+# Scores per segment up to which a CPU computes attention by its formula, which is faster than SDPA's kernel there.
+SHORT_SCORES = 2048
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """Segments padded to one rectangle."""
+
+    num_segments: int
+    query_length: int
+    key_length: int
+    query_rows: Tensor
+    """(S Lq,) int64: the query at each place; padding repeats a segment's last one."""
+    key_rows: Tensor
+    """(S Lk,) int64"""
+    mask: Tensor
+    """(S, 1, Lq, Lk) bool: keys in sight."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionPlan:
+    """How one micro-batch's tokens attend; made once, used by all layers."""
+
+    position_ids: Tensor
+    """(N,) int64, of the tokens that this rank holds."""
+    blocks: tuple[Block, ...] = ()
+    """Empty: the variable-length kernel is used."""
+    query_places: Tensor | None = None
+    """(N,) int64: the place of each query in the blocks, one after the other."""
+    cu_queries: Tensor | None = None
+    """(S + 1,) int32"""
+    cu_keys: Tensor | None = None
+    max_queries: int = 0
+    max_keys: int = 0
+    key_rows: Tensor | None = None
+    """int64: rows of the kernel's keys; None: they are the stream."""
+    group: dist.ProcessGroup | None = None
+    """Context parallel group to gather keys and values from."""
+
+
+@dataclass
+class PackedPlan(PackedSeqParams):
+    """Megatron hands `packed_seq_params` down to rotary embedding and core attention; ours carries the plan."""
+
+    plan: AttentionPlan = field(default=None)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segments:
+    """On the host, int64. A segment's queries follow each other; its last query stands at its last key."""
+
+    query_lengths: Int64
+    key_lengths: Int64
+    key_rows: Int64 | None
+    """(sum of key_lengths,) rows among the M keys; None: a segment's keys are its queries."""
+
+
+def whole_sequences(cu_seqlens: Tensor) -> Segments:
+    lengths = np.diff(cu_seqlens.numpy().astype(np.int64))
+    return Segments(query_lengths=lengths, key_lengths=lengths, key_rows=None)
+
+
+def zigzag_part(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
+    """Two chunks of each sequence; the keys are those of all ranks of the group, one rank after the other."""
+    offsets = cu_seqlens.numpy().astype(np.int64)
+    chunks = np.diff(offsets) // (2 * cp_size)
+    key_lengths = np.stack([(cp_rank + 1) * chunks, (2 * cp_size - cp_rank) * chunks], axis=1).ravel()
+    held = torch.cat([held_positions(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).numpy()
+    gathered = np.empty_like(held)
+    gathered[held] = np.arange(len(held))
+    return Segments(
+        query_lengths=np.repeat(chunks, 2),
+        key_lengths=key_lengths,
+        key_rows=gathered[ragged_positions(np.repeat(offsets[:-1], 2), key_lengths)],
+    )
+
+
+def with_padding(segments: Segments, padding: int, stride: int) -> Segments:
+    """`padding` tokens at the end of every rank's part, a sequence of their own; `stride`: this rank's tokens before,
+    as many as on every other rank of the group."""
+    if padding == 0:
+        return segments
+    lengths = np.array([padding])
+    rows = segments.key_rows
+    if rows is not None:
+        rows = rows + padding * (rows // stride)
+        rows = np.concatenate([rows, stride + np.arange(padding)])
+    return Segments(
+        query_lengths=np.concatenate([segments.query_lengths, lengths]),
+        key_lengths=np.concatenate([segments.key_lengths, lengths]),
+        key_rows=rows,
+    )
+
+
+def plan_attention(
+    segments: Segments,
+    position_ids: Tensor,
+    *,
+    device: torch.device,
+    varlen: bool,
+    group: dist.ProcessGroup | None = None,
+) -> AttentionPlan:
+    """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
+    query_lengths, key_lengths = segments.query_lengths, segments.key_lengths
+    if varlen:
+        rows = segments.key_rows
+        return AttentionPlan(
+            position_ids=position_ids.to(device),
+            cu_queries=offsets_of(query_lengths, device),
+            cu_keys=offsets_of(key_lengths, device),
+            max_queries=int(query_lengths.max()),
+            max_keys=int(key_lengths.max()),
+            key_rows=None if rows is None else torch.from_numpy(rows).to(device),
+            group=group,
+        )
+    query_starts = np.cumsum(query_lengths) - query_lengths
+    key_starts = np.cumsum(key_lengths) - key_lengths
+    blocks = []
+    places = np.empty(int(query_lengths.sum()), np.int64)
+    before = 0
+    for members in like_lengths(query_lengths, key_lengths):
+        wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
+        query_rows = runs(query_starts[members], query_lengths[members], wide)
+        key_rows = runs(key_starts[members], key_lengths[members], deep)
+        if segments.key_rows is not None:
+            key_rows = segments.key_rows[key_rows]
+        behind = key_lengths[members] - query_lengths[members]
+        # A padded query sees what the last one sees: a row without any key would be NaN, in the backward too.
+        last_key = np.minimum(behind[:, None] + np.arange(wide), key_lengths[members][:, None] - 1)
+        mask = np.arange(deep) <= last_key[:, :, None]
+        real = np.arange(wide) < query_lengths[members][:, None]
+        places[query_rows.reshape(-1, wide)[real]] = before + np.flatnonzero(real)
+        before += len(query_rows)
+        blocks.append(
+            Block(
+                num_segments=len(members),
+                query_length=wide,
+                key_length=deep,
+                query_rows=torch.from_numpy(query_rows).to(device),
+                key_rows=torch.from_numpy(key_rows).to(device),
+                mask=torch.from_numpy(mask[:, None]).to(device),
+            )
+        )
+    return AttentionPlan(
+        position_ids=position_ids.to(device),
+        blocks=tuple(blocks),
+        query_places=torch.from_numpy(places).to(device),
+        group=group,
+    )
+
+
+def like_lengths(query_lengths: Int64, key_lengths: Int64) -> list[Int64]:
+    """Numbers of segments, longest first, cut where padding would waste much."""
+    order = np.lexsort((-query_lengths, -key_lengths))
+    groups: list[list[int]] = []
+    for segment in order:
+        first = groups[-1][0] if groups else None
+        if first is None or any(
+            far_apart(lengths[first], lengths[segment]) for lengths in (query_lengths, key_lengths)
+        ):
+            groups.append([])
+        groups[-1].append(int(segment))
+    return [np.array(group) for group in groups]
+
+
+def far_apart(one: float, other: float) -> bool:
+    return max(one, other) > min(one, other) * STRETCH + FREE_TOKENS
+
+
+def runs(starts: Int64, lengths: Int64, padded: int) -> Int64:
+    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded` of them."""
+    offset = np.minimum(np.arange(padded), lengths[:, None] - 1)
+    rows: Int64 = (starts[:, None] + offset).ravel()
+    return rows
+
+
+def offsets_of(lengths: Int64, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+
+
+class PackedAttention(nn.Module):
+    """Megatron's core attention: called with the local heads, after rotary embedding."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__()
+        if config.window_size is not None:
+            raise ModelError("the model has sliding windows in its attention: backend megatron does not compute them.")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedPlan,
+        **unused: Any,
+    ) -> Tensor:
+        """(N, 1, H, D) or (N, H, D) to (N, 1, H D) or (N, H D)."""
+        plan = packed_seq_params.plan
+        shape = query.shape[:-2]
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if plan.group is not None:
+            k, v = gather_keys(k, v, plan.group)
+        attend = attend_blocks if plan.blocks else attend_varlen
+        return attend(q, k, v, plan, self.softmax_scale).reshape(*shape, -1)
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = v.shape[-1]
+    if plan.key_rows is not None:
+        k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))
+    extra = {}
+    if q.shape[1] != k.shape[1]:
+        if varlen_has_gqa():
+            extra["enable_gqa"] = True
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    out: Tensor = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        plan.cu_queries,
+        plan.cu_keys,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+        **extra,
+    )
+    return out[..., :width]
+
+
+@cache
+def varlen_has_gqa() -> bool:
+    """enable_gqa came with torch 2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
+    outputs = [
+        attend_block(
+            Take.apply(q, block.query_rows), Take.apply(k, block.key_rows), Take.apply(v, block.key_rows), block, scale
+        )
+        for block in plan.blocks
+    ]
+    return torch.cat(outputs).index_select(0, plan.query_places)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None) -> Tensor:
+    """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S Lq, H, D')."""
+    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
+    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    if not q.is_cuda and block.query_length * block.key_length <= SHORT_SCORES:
+        out = attend_short(q, k, v, block.mask, scale)
+    else:
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the formula itself: the queries of the heads
+    that share a key head are rows of one product."""
+    segments, heads, rows, width = q.shape
+    shared = heads // k.shape[1]
+    scale = width**-0.5 if scale is None else scale
+    grouped = (q * scale).unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1)
+    scores = torch.bmm(grouped, k.flatten(0, 1).transpose(1, 2)).unflatten(0, (segments, -1))
+    scores = scores.unflatten(2, (shared, rows)).masked_fill(~mask[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).flatten(2, 3).flatten(0, 1)
+    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (segments, -1)).unflatten(2, (shared, rows)).flatten(1, 2)
+
+
+class Take(torch.autograd.Function):
+    """x[rows] for rows that may repeat: the backward adds in a fixed order, in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        grad = grads[0].flatten(1).to(wide) if grads[0].dim() > 1 else grads[0].to(wide)[:, None]
+        total = grad.new_zeros((ctx.shape[0], grad.shape[1]))
+        if grad.is_cuda:
+            # index_add_ would use atomics here, and index_put_ does so on the CPU.
+            total.index_put_((rows,), grad, accumulate=True)
+        else:
+            total.index_add_(0, rows, grad)
+        return total.to(grads[0].dtype).view(ctx.shape), None
+
+
+def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(N, K, D) and (N, K, D') of every rank, one after the other."""
+    both: Tensor = GatherOverGroup.apply(torch.cat([k, v], dim=-1), group)
+    keys, values = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return keys, values
+
+
+class GatherOverGroup(torch.autograd.Function):
+    """All-gather along dim 0; the gradient of each part is the sum of what the ranks ask of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+        ALL_GATHER(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        REDUCE_SCATTER(out, grad, group=ctx.group)
+        return out, None

@@ -1,0 +1,386 @@
+"""MegatronBackend: one rank's view of a model that Megatron-core shares over ranks.
+
+Legend: T response tokens of a micro-batch that this rank holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Before any of Megatron: see compiler.py.
+from slime_megatron.compiler import no_compiler  # isort: skip
+
+with no_compiler():
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.loss import Segments
+from slime_core.errors import ConfigError, ModelError, unknown_name
+from slime_core.objective.segments import LocalSegments
+from slime_core.types.microbatch import MicroBatch
+from slime_core.types.report import StepReport
+from slime_megatron import checkpoint
+from slime_megatron.attention import plan_attention, whole_sequences, with_padding, zigzag_part
+from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.clipping import clip, is_finite_step
+from slime_megatron.copies import Values, copied, replaced
+from slime_megatron.cpu import use_cpu
+from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.log_probs import EntropyMode
+from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
+from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
+from slime_megatron.plugin import Megatron, MegatronOptions
+from slime_megatron.process import Ranks, join
+from slime_megatron.transformer_engine import mend_absence
+from slime_megatron.weights import WeightTable, local_tensors, write_folder
+
+
+@dataclass(kw_only=True)
+class _Trainer:
+    """What `setup` makes."""
+
+    setup: TrainerSetup
+    layout: Layout
+    ranks: Ranks
+    placement: Placement
+    folder: ModelFolder
+    architecture: Architecture
+    config: TransformerConfig
+    bare: list[Any]
+    """The model's pieces without wrapping."""
+    chunks: list[Any]
+    table: WeightTable
+    tensors: dict[str, Tensor]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    copies: dict[str, Values] = field(default_factory=dict)
+    refreshed: set[str] = field(default_factory=set)
+    steps_done: int = 0
+
+
+class MegatronBackend(TrainBackend):
+    def __init__(self, config: MegatronOptions) -> None:
+        self._config = config
+        self._trainer: _Trainer | None = None
+
+    @property
+    def _ready(self) -> _Trainer:
+        if self._trainer is None:
+            raise RuntimeError("call setup first")
+        return self._trainer
+
+    def setup(self, setup: TrainerSetup) -> Layout:
+        options, shape = self._config, self._config.shape
+        # Every rank looks at the folders before any of them waits for another.
+        folder = open_folder(setup.model_path, trust_remote_code=setup.trust_remote_code)
+        architecture = folder.bridge.architecture()
+        copies = {
+            name: open_folder(path, trust_remote_code=setup.trust_remote_code) for name, path in setup.copies.items()
+        }
+        for name, copy in copies.items():
+            if setup.head != "lm":
+                raise ModelError(f'weights "{name}": a critic has no frozen copies.')
+            check_copy_shapes(name, architecture, copy.bridge.architecture())
+        placement = placement_of(options, setup)
+        ranks = join(setup, shape)
+        layout = Megatron.layout(options, setup.rank, setup.world_size)
+        torch.manual_seed(setup.seed + layout.dp_rank)
+        if setup.device == "cuda":
+            model_parallel_cuda_manual_seed(setup.seed)
+        distributed = options.use_distributed_optimizer
+        if distributed is None:
+            distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam"
+        if distributed and setup.optimizer.optimizer != "adam":
+            raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")
+        config = make_config(architecture, options, shape, placement)
+        bare = build_chunks(config, architecture, options, shape, placement, head=setup.head)
+        table = WeightTable(bare, folder.bridge, architecture.vocab_size)
+        values: dict[str, Values] = {}
+        for name, copy in copies.items():
+            table.load(copy)
+            values[name] = copied(local_tensors(bare))
+        if setup.head == "value":
+            fresh_value_head(bare[-1], setup.seed)
+        table.load(folder, fresh=("score.weight",) if setup.head == "value" else ())
+        chunks = wrap(bare, config, options, placement, distributed_optimizer=distributed)
+        optimizer = make_optimizer(chunks, setup.optimizer, options, placement, distributed=distributed)
+        self._trainer = _Trainer(
+            setup=setup,
+            layout=layout,
+            ranks=ranks,
+            placement=placement,
+            folder=folder,
+            architecture=architecture,
+            config=config,
+            bare=bare,
+            chunks=chunks,
+            table=WeightTable(bare, folder.bridge, architecture.vocab_size),
+            tensors=local_tensors(bare),
+            optimizer=optimizer,
+            schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
+            copies=values,
+        )
+        self._connect()
+        return layout
+
+    def _connect(self) -> None:
+        """What Megatron's schedules call."""
+        trainer = self._ready
+        config = trainer.config
+        config.finalize_model_grads_func = finalize_model_grads
+        if trainer.placement.dtype == torch.float16:
+            config.grad_scale_func = trainer.optimizer.scale_loss
+        if trainer.chunks[0].ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in trainer.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
+        trainer = self._ready
+        if weights != ACTOR:
+            self._check_copy(weights)
+        with nullcontext() if weights == ACTOR else replaced(trainer.tensors, trainer.copies[weights]):
+            return self._score(micros, "metric" if entropy else "none")
+
+    def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode) -> list[Scores]:
+        trainer = self._ready
+        works = [self._prepare(micro, entropy) for micro in micros]
+
+        def keep(work: Work, output: Tensor, non_loss_data: bool = True) -> tuple[Work, Tensor]:
+            return work, output.cpu()
+
+        # Megatron wants equally many calls of every virtual stage, in multiples of the stages.
+        found = self._run(works, keep, forward_only=True)
+        if not found:
+            return [no_scores(trainer.setup.head, entropy) for _ in works]
+        return [scores_of(trainer.setup.head, work, output) for work, output in found]
+
+    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool) -> list[Any]:
+        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage."""
+        trainer = self._ready
+        for chunk in trainer.chunks:
+            chunk.train(not forward_only)
+
+        def forward_step(source: Iterator[Work], chunk: nn.Module) -> tuple[Tensor, Any]:
+            work = next(source)
+            return chunk(work=work), lambda output, **told: finish(work, output, **told)
+
+        sources = [iter(works) for _ in trainer.chunks]
+        with torch.no_grad() if forward_only else nullcontext():
+            found: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=sources if len(sources) > 1 else sources[0],
+                model=trainer.chunks if len(trainer.chunks) > 1 else trainer.chunks[0],
+                num_microbatches=len(works),
+                seq_length=max(work.tokens.shape[1] for work in works),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        return found
+
+    def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
+        started = time.perf_counter()
+        trainer = self._ready
+        device = trainer.placement.device
+        entropy: EntropyMode = "none"
+        if objective.wants_entropy or objective.entropy_has_gradient:
+            entropy = "gradient" if objective.entropy_has_gradient else "metric"
+        works = [self._prepare(micro, entropy) for micro in micros]
+        # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
+        # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
+        tokens = self._tokens_of_step(works)
+
+        def finish(work: Work, output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+            result = objective(
+                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, output)
+            )
+            count = torch.tensor(work.tokens.shape[1], dtype=torch.int, device=device)
+            return result.loss * tokens, count, (result.loss.detach(), result.sums)
+
+        for chunk in trainer.chunks:
+            chunk.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        found = self._run(works, finish, forward_only=False)
+        loss = torch.zeros((), device=device)
+        sums: dict[str, Tensor] = {}
+        for part, of_micro in found:
+            loss = loss + part
+            for name, value in of_micro.items():
+                sums[name] = sums[name] + value if name in sums else value
+        set_step(trainer.schedule, trainer.steps_done)
+        lr = float(trainer.optimizer.param_groups[0]["lr"])
+        grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
+        if finite:
+            clip(trainer.optimizer, grad_norm)
+            trainer.optimizer.step_with_ready_grads()
+            trainer.steps_done += 1
+        trainer.optimizer.zero_grad()
+        return StepReport(
+            sums={name: float(value) for name, value in sums.items()} if trainer.layout.reports else {},
+            grad_norm=grad_norm,
+            lr=lr,
+            skipped=not finite,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _tokens_of_step(self, works: Sequence[Work]) -> float:
+        trainer = self._ready
+        count = torch.tensor(float(sum(work.tokens.shape[1] for work in works)), dtype=torch.float64)
+        count = count.to(trainer.placement.device)
+        dist.all_reduce(count)
+        # Every tensor and pipeline rank has counted the same tokens.
+        return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
+
+    def _prepare(self, micro: MicroBatch, entropy: EntropyMode) -> Work:
+        """This rank's part, on the device, with the plan that is made from its offsets on the host."""
+        trainer, layout = self._ready, self._ready.layout
+        device = trainer.placement.device
+        if layout.cp_size > 1:
+            micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
+            segments = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
+        else:
+            segments = whole_sequences(micro.cu_seqlens)
+        held = micro.num_tokens
+        padding = -held % trainer.ranks.shape.tp if trainer.ranks.shape.sequence_parallel else 0
+        plan = plan_attention(
+            with_padding(segments, padding, held),
+            nn.functional.pad(micro.position_ids, (0, padding)),
+            device=device,
+            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32,
+            group=trainer.ranks.cp_group,
+        )
+        tokens = nn.functional.pad(micro.tokens, (0, padding))[None].to(device)
+        return Work(micro=micro.to(device), tokens=tokens, plan=plan, entropy=entropy)
+
+    def _segments(self, micro: MicroBatch) -> Segments:
+        group = self._ready.ranks.cp_group
+        if group is None:
+            return LocalSegments(micro.segments, micro.num_samples)
+        return ZigzagSegments(micro.segments, micro.num_samples, group)
+
+    def _check_copy(self, name: str) -> None:
+        if name not in self._ready.copies:
+            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *self._ready.copies]))
+
+    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        trainer = self._ready
+        return trainer.table.export(trainer.placement.dtype, keep=everywhere or trainer.ranks.is_first)
+
+    def save_hf(self, folder: Path) -> None:
+        trainer = self._ready
+        write_folder(trainer.table, trainer.folder, folder, first=trainer.ranks.is_first, head=trainer.setup.head)
+        dist.barrier()
+
+    def save(self, folder: Path) -> None:
+        trainer = self._ready
+        refreshed = {name: trainer.copies[name] for name in sorted(trainer.refreshed)}
+        checkpoint.write(
+            folder,
+            trainer.bare,
+            trainer.optimizer,
+            trainer.tensors,
+            refreshed,
+            steps_done=trainer.steps_done,
+            shapes=self._shapes(),
+        )
+
+    def load(self, folder: Path) -> None:
+        trainer = self._ready
+        manifest = checkpoint.read_manifest(folder, self._shapes())
+        for name in manifest.copies:
+            self._check_copy(name)
+        trainer.copies |= checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.tensors)
+        trainer.steps_done = manifest.steps_done
+        trainer.refreshed = set(manifest.copies)
+
+    def _shapes(self) -> dict[str, Any]:
+        """Of the whole model, whatever the layout."""
+        trainer = self._ready
+        plain = {name: value for name, value in trainer.architecture.options.items() if not callable(value)}
+        return {
+            **plain,
+            "vocab_size": trainer.architecture.vocab_size,
+            "head": trainer.setup.head,
+            "optimizer": trainer.setup.optimizer.optimizer,
+            "dtype": str(trainer.placement.dtype),
+        }
+
+    def refresh_copy(self, name: str) -> None:
+        trainer = self._ready
+        self._check_copy(name)
+        trainer.copies[name] = copied(trainer.tensors)
+        trainer.refreshed.add(name)
+
+    def sleep(self) -> None:
+        if self._ready.placement.device.type == "cuda":
+            from slime_megatron.residency import to_host
+
+            to_host(self._ready.chunks, self._ready.optimizer)
+
+    def wake(self) -> None:
+        if self._ready.placement.device.type == "cuda":
+            from slime_megatron.residency import to_device
+
+            to_device(self._ready.chunks, self._ready.optimizer)
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.ranks.leave()
+            self._trainer = None
+
+
+def placement_of(options: MegatronOptions, setup: TrainerSetup) -> Placement:
+    device = torch.device("cpu")
+    if setup.device == "cuda":
+        device = torch.device("cuda", setup.local_rank)
+        torch.cuda.set_device(device)
+    else:
+        use_cpu()
+    mend_absence()
+    half = setup.device == "cuda" if options.bf16 is None else options.bf16
+    dtype = torch.float16 if options.fp16 else torch.bfloat16 if half else torch.float32
+    return Placement(device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def fresh_value_head(chunk: Any, seed: int) -> None:
+    """N(0, 1/(hidden + 1)), as Stiennon et al. 2020 (arXiv 2009.01325, appendix B.1)."""
+    if chunk.value_head is None:
+        return
+    weight = chunk.value_head.weight
+    fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    weight.copy_(fresh * (weight.shape[1] + 1) ** -0.5)
+
+
+def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:
+    """(K, T) of the model's last stage."""
+    names = ["values"] if head == "value" else ["log_probs", "entropy"][: len(output)]
+    return dict(zip(names, output.unbind(0), strict=True))
+
+
+def scores_of(head: str, work: Work, output: Tensor) -> Scores:
+    columns = {name: column.numpy() for name, column in columns_of(head, output).items()}
+    return Scores(**columns, rows=None if work.micro.rows is None else work.micro.rows.cpu().numpy())
+
+
+def no_scores(head: str, entropy: EntropyMode) -> Scores:
+    """Of a stage that is not the last."""
+    names = ["values"] if head == "value" else ["log_probs", *(["entropy"] if entropy != "none" else [])]
+    return Scores(**{name: np.empty(0, np.float32) for name in names}, rows=np.empty(0, np.int64))

@@ -1,0 +1,57 @@
+"""Dense decoders: Llama 3, Qwen2.5, Qwen3, GLM-4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_core.errors import ModelError
+from slime_megatron.bridges.bridge import Architecture, Bridge
+from slime_megatron.bridges.weight import GateUp, Plain, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(Bridge):
+    def architecture(self) -> Architecture:
+        if self.config.attention_bias or self.config.mlp_bias:
+            raise ModelError("the model's config.json asks for biases in attention or MLP: not computed for llama.")
+        return self.common_architecture(self.common_options())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2(Bridge):
+    def architecture(self) -> Architecture:
+        return self.common_architecture({**self.common_options(), "add_qkv_bias": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3(Bridge):
+    def architecture(self) -> Architecture:
+        if self.config.attention_bias:
+            raise ModelError("the model's config.json says attention_bias = true: not computed for qwen3.")
+        return self.common_architecture({**self.common_options(), "qk_layernorm": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4(Bridge):
+    """GLM-4-0414 and Z1: norms on both sides of attention and MLP, interleaved partial rotary, one gate-up tensor."""
+
+    def architecture(self) -> Architecture:
+        options = {
+            **self.common_options(),
+            "add_qkv_bias": bool(self.config.attention_bias),
+            "rotary_interleaved": True,
+        }
+        return self.common_architecture(options, sandwich_norms=True)
+
+    def norms(self) -> dict[str, Weight]:
+        return {
+            **super().norms(),
+            "self_attention.linear_proj.post_norm.weight": Plain(names=("post_self_attn_layernorm.weight",)),
+            "mlp.linear_fc2.post_norm.weight": Plain(names=("post_mlp_layernorm.weight",)),
+        }
+
+    def dense_mlp(self, theirs: str, ours: str = "mlp") -> dict[str, Weight]:
+        return {
+            **super().dense_mlp(theirs, ours),
+            f"{ours}.linear_fc1.weight": GateUp(names=(f"{theirs}.gate_up_proj.weight",)),
+        }

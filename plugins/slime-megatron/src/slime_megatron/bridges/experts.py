@@ -1,0 +1,53 @@
+"""Mixtures of experts with grouped-query attention: Qwen3-MoE, GLM-4.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slime_core.errors import ModelError
+from slime_megatron.bridges.bridge import Architecture, Bridge, Moe, sigmoid_moe_weights, sigmoid_routing
+from slime_megatron.bridges.weight import Plain, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(Bridge):
+    def architecture(self) -> Architecture:
+        config = self.config
+        if config.attention_bias or config.mlp_only_layers or config.decoder_sparse_step != 1:
+            raise ModelError(
+                "the model's config.json has attention_bias, mlp_only_layers or decoder_sparse_step: not computed for "
+                "qwen3_moe."
+            )
+        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+        moe = Moe(config=config, options={"moe_router_pre_softmax": not config.norm_topk_prob})
+        options = {**self.common_options(), "qk_layernorm": True, **moe.all_options(config.num_experts)}
+        return self.common_architecture(options)
+
+    def layer_weights(self) -> Mapping[str, Weight]:
+        return {**self.norms(), **self.attention(), "mlp.router.weight": Plain(names=("mlp.gate.weight",))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Moe(Bridge):
+    """GLM-4.5, 4.6 and 4.7. The layers of multi-token prediction behind the last one stay as the folder has them."""
+
+    ignored = (*Bridge.ignored, r"^model\.layers\.{num_hidden_layers}\.")
+
+    def architecture(self) -> Architecture:
+        config = self.config
+        moe = Moe(
+            config=config,
+            first_dense=config.first_k_dense_replace,
+            options=sigmoid_routing(config, config.n_routed_experts),
+        )
+        options = {
+            **self.common_options(),
+            "add_qkv_bias": bool(config.attention_bias),
+            "qk_layernorm": bool(config.use_qk_norm),
+            **moe.all_options(config.n_routed_experts),
+        }
+        return self.common_architecture(options)
+
+    def layer_weights(self) -> Mapping[str, Weight]:
+        return {**super().layer_weights(), **sigmoid_moe_weights()}

@@ -1,0 +1,80 @@
+"""Multi-head latent attention: DeepSeek-V3, V3.1, R1, and what shares its layout (Kimi K2, Moonlight)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime_core.errors import ModelError
+from slime_megatron.bridges.bridge import Architecture, Bridge, Moe, sigmoid_moe_weights, sigmoid_routing
+from slime_megatron.bridges.weight import Plain, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3(Bridge):
+    """The layers of multi-token prediction behind the last one stay as the folder has them."""
+
+    config_type = "deepseek_v3"
+    ignored = (*Bridge.ignored, r"^model\.layers\.{num_hidden_layers}\.")
+
+    def architecture(self) -> Architecture:
+        config = self.config
+        if config.attention_bias:
+            raise ModelError("the model's config.json says attention_bias = true: not computed for deepseek_v3.")
+        if not getattr(config, "rope_interleave", True):
+            raise ModelError("the model's config.json says rope_interleave = false: not computed for deepseek_v3.")
+        moe = Moe(
+            config=config,
+            first_dense=config.first_k_dense_replace,
+            options=sigmoid_routing(config, config.n_routed_experts),
+        )
+        options: dict[str, Any] = {
+            **self.common_options(),
+            "num_query_groups": None,
+            "kv_channels": None,
+            "qk_layernorm": True,
+            "multi_latent_attention": True,
+            "q_lora_rank": config.q_lora_rank,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_head_dim": config.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
+            "rope_type": "rope",
+            # Of the softmax's scale alone; positions are embedded by our own module.
+            "rotary_scaling_factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            **moe.all_options(config.n_routed_experts),
+        }
+        parameters = config.rope_parameters
+        if parameters.get("rope_type", "default") == "yarn":
+            options |= {
+                "rope_type": "yarn",
+                "rotary_scaling_factor": parameters["factor"],
+                "mscale_all_dim": parameters.get("mscale_all_dim", 0.0) or 0.0,
+            }
+        return self.common_architecture(options, mla=True)
+
+    def layer_weights(self) -> Mapping[str, Weight]:
+        return {**super().layer_weights(), **sigmoid_moe_weights()}
+
+    def attention(self) -> dict[str, Weight]:
+        theirs = {
+            "linear_q_proj": "q_proj",
+            "linear_q_down_proj": "q_a_proj",
+            "q_layernorm": "q_a_layernorm",
+            "linear_q_up_proj": "q_b_proj",
+            "linear_kv_down_proj": "kv_a_proj_with_mqa",
+            "kv_layernorm": "kv_a_layernorm",
+            "linear_kv_up_proj": "kv_b_proj",
+            "linear_proj": "o_proj",
+        }
+        return {
+            f"self_attention.{ours}.weight": Plain(names=(f"self_attn.{name}.weight",)) for ours, name in theirs.items()
+        }
+
+    @property
+    def rotary_head_dim(self) -> int:
+        # transformers 5 calls the part that is rotated the head.
+        return int(self.config.qk_rope_head_dim)

@@ -1,0 +1,88 @@
+"""What the entry points of `slime_megatron.bridges` name: families, without importing what they need."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_megatron.bridges.bridge import Bridge
+
+
+class Family(ABC):
+    """One `model_type`; never instantiated."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls) -> type[Bridge]:
+        """Heavy imports happen here."""
+
+
+class Llama(Family):
+    """Llama 3 and 2."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.dense import Llama
+
+        return Llama
+
+
+class Qwen2(Family):
+    """Qwen2 and Qwen2.5."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.dense import Qwen2
+
+        return Qwen2
+
+
+class Qwen3(Family):
+    """Qwen3, dense."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.dense import Qwen3
+
+        return Qwen3
+
+
+class Glm4(Family):
+    """GLM-4-0414 and Z1."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.dense import Glm4
+
+        return Glm4
+
+
+class Qwen3Moe(Family):
+    """Qwen3, mixture of experts."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.experts import Qwen3Moe
+
+        return Qwen3Moe
+
+
+class Glm4Moe(Family):
+    """GLM-4.5, 4.6, 4.7."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.experts import Glm4Moe
+
+        return Glm4Moe
+
+
+class DeepseekV3(Family):
+    """DeepSeek V3, V3.1, R1; Kimi K2 and Moonlight share its layout."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import DeepseekV3
+
+        return DeepseekV3

@@ -1,0 +1,82 @@
+"""Weight: how tensors of a Hugging Face folder and one parameter of Megatron become each other.
+
+Legend: a "whole" tensor is a parameter of Megatron before it is cut over tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight(ABC):
+    names: tuple[str, ...]
+    """In the folder."""
+
+    @abstractmethod
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The folder's tensors, in the order of `names`, to the whole one."""
+
+    @abstractmethod
+    def part(self, whole: Tensor) -> list[Tensor]:
+        """The inverse of `join`."""
+
+    def shard(self, whole: Tensor, dim: int, count: int) -> list[Tensor]:
+        """What each of `count` tensor-parallel ranks holds."""
+        return list(whole.chunk(count, dim))
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        return torch.cat(list(shards), dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Weight):
+    """One tensor, as it is."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        return [whole]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qkv(Weight):
+    """Query, key and value, by group: the group's queries, its key, its value."""
+
+    groups: int
+    queries_per_group: int
+    head_dim: int
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        q, k, v = (tensor.unflatten(0, (self.groups, -1, self.head_dim)) for tensor in tensors)
+        return torch.cat([q, k, v], dim=1).flatten(0, 2)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        grouped = whole.unflatten(0, (self.groups, self.queries_per_group + 2, self.head_dim))
+        parts = grouped.split([self.queries_per_group, 1, 1], dim=1)
+        return [part.flatten(0, 2).contiguous() for part in parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateUp(Weight):
+    """Gate above up; each rank has its part of both. Two tensors in the folder, or one that holds both."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors), 0)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in whole.chunk(len(self.names), 0)]
+
+    def shard(self, whole: Tensor, dim: int, count: int) -> list[Tensor]:
+        gate, up = whole.chunk(2, 0)
+        return [torch.cat(pair, 0) for pair in zip(gate.chunk(count, 0), up.chunk(count, 0), strict=True)]
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        pairs = [shard.chunk(2, 0) for shard in shards]
+        return torch.cat([gate for gate, _ in pairs] + [up for _, up in pairs], 0)

@@ -1,0 +1,211 @@
+"""Training checkpoints: Megatron's torch_dist, which any layout can load, behind a manifest that tells whole from cut.
+
+The folder holds `state/` (weights, optimiser), `copy_NAME/` for each frozen copy that was refreshed, `rng_R.pt` for each
+rank R, and `megatron.json`, written last.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+from slime_core.errors import CheckpointError
+from slime_megatron.copies import Values, copied, put, replaced
+
+MANIFEST = "megatron.json"
+STATE = "state"
+FORMAT = 1
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    format: int
+    steps_done: int
+    world_size: int
+    copies: Sequence[str]
+    """Frozen copies that were refreshed from the trained weights, so that their folder no longer holds them."""
+    shapes: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    """Bytes of every other file."""
+
+
+class PlainSave(TorchDistSaveShardedStrategy):
+    """Written by this process: Megatron's own writer starts a server and forks writers, for asynchronous saving."""
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        dcp.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+
+
+def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
+    key = "model" if len(chunks) == 1 else "model{}"
+    return {key.format(number): chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+
+
+def whole_state(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
+    model = model_state(chunks)
+    make_state(optimizer)
+    state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
+    return {**model, "optimizer": state}
+
+
+def make_state(optimizer: MegatronOptimizer) -> None:
+    """Megatron saves what a step has made and loads what its own function makes: the same here, step count included."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        part.init_state_fn = fill_state
+
+
+@torch.no_grad()
+def fill_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def write(
+    folder: Path,
+    chunks: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    tensors: Mapping[str, Tensor],
+    copies: Mapping[str, Values],
+    *,
+    steps_done: int,
+    shapes: Mapping[str, Any],
+) -> None:
+    """All ranks call."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
+    for name, values in copies.items():
+        with replaced(tensors, values):
+            save_state(folder / f"copy_{name}", model_state(chunks))
+    torch.save(random_state(), folder / f"rng_{rank}.pt")
+    dist.barrier()
+    if rank == 0:
+        manifest = Manifest(
+            format=FORMAT,
+            steps_done=steps_done,
+            world_size=world_size,
+            copies=list(copies),
+            shapes=dict(shapes),
+            sizes={
+                file.relative_to(folder).as_posix(): file.stat().st_size
+                for file in sorted(folder.rglob("*"))
+                if file.is_file()
+            },
+        )
+        (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    dist.barrier()
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state, str(folder), sharded_strategy=PlainSave("torch_dist", 1))
+
+
+def read_manifest(folder: Path, shapes: Mapping[str, Any]) -> Manifest:
+    """Raises CheckpointError, naming the file, unless all that `write` left is there, whole, and of this model."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete or not one of backend megatron.")
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path}: format {manifest.format}; this version reads {FORMAT}.")
+    here = json.loads(json.dumps(dict(shapes)))
+    if different := sorted(
+        key for key in here.keys() | manifest.shapes.keys() if here.get(key) != manifest.shapes.get(key)
+    ):
+        told = "; ".join(f"{key} is {manifest.shapes.get(key)} there and {here.get(key)} here" for key in different)
+        raise CheckpointError(f"{path}: another architecture or optimiser: {told}.")
+    for name, size in manifest.sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing; the checkpoint is incomplete.")
+        if (found := file.stat().st_size) != size:
+            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is cut short.")
+    return manifest
+
+
+def read(
+    folder: Path,
+    manifest: Manifest,
+    chunks: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Values]:
+    """Into model, optimiser and this rank's random generators; gives the refreshed copies. All ranks call."""
+    loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
+    put_model(chunks, loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
+    trained = copied(tensors)
+    copies: dict[str, Values] = {}
+    for name in manifest.copies:
+        put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder / f"copy_{name}")))
+        copies[name] = copied(tensors)
+    put(trained, tensors)
+    if manifest.world_size == dist.get_world_size():
+        restore_random_state(torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=True))
+    return copies
+
+
+def put_model(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{number}"], strict=True)
+
+
+def random_state() -> dict[str, Any]:
+    """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,23 @@
+"""Megatron decorates small functions with torch.compile when it is imported: on a CPU each would start a C++ compiler at
+its first call, for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def no_compiler() -> Iterator[None]:
+    """Megatron's own switch, around its first import. Without effect where CUDA is."""
+    if torch.cuda.is_available():
+        yield
+        return
+    # transformers builds rotary frequencies with torch's factories: it comes before anything that binds them.
+    import transformers.modeling_utils  # noqa: F401
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+    yield

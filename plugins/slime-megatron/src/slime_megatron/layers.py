@@ -1,0 +1,183 @@
+"""Layers of ours in Megatron's model: the norm, positions, linear layers with a norm behind them, and the spec.
+
+Legend: N tokens that this rank holds (N / TP under sequence parallelism), H hidden, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor, nn
+
+from slime_megatron.attention import PackedAttention, PackedPlan
+from slime_megatron.bridges.bridge import Architecture, Rotary
+
+
+class RmsNorm(nn.Module):
+    """Megatron's torch norm refuses sequence parallelism: its weight must say that each rank has a part of its
+    gradient."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """GLM-4's norm behind attention and MLP."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **more)
+        self.post_norm = RmsNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return self.post_norm(output), bias
+
+
+class ReplicatedLinear(nn.Module):
+    """The same on every tensor-parallel rank, over its own part of the tokens."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Without Transformer Engine, Megatron shares the rows of this projection over tensor-parallel ranks. The part of it
+    that is a position then has the gradient of each rank's own heads alone."""
+
+    def __init__(self, config: Any, *args: Any, **more: Any) -> None:
+        super().__init__(config, *args, **more)
+        outputs = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, outputs)
+
+
+class PackedRotary(nn.Module):
+    """Angles at the positions of the stream's tokens. Megatron's own modules count positions from the start of a batch
+    row; here each token brings its position, whatever packing and context parallelism made of the order."""
+
+    def __init__(self, rotary: Rotary, config: TransformerConfig, device: torch.device) -> None:
+        super().__init__()
+        # No buffer: half-precision models round those.
+        self.inv_freq = rotary.inv_freq.to(device)
+        self.factor = rotary.factor
+        self.latent = config.multi_latent_attention
+        self.interleaved = config.rotary_interleaved
+        self.gives_factor = self.latent and getattr(config, "rope_type", "rope") == "yarn"
+
+    def get_rotary_seq_len(
+        self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedPlan, **unused: Any
+    ) -> PackedPlan:
+        """Megatron passes it on to `forward`."""
+        return packed_seq_params
+
+    def forward(self, packed: PackedPlan, **unused: Any) -> Tensor | tuple[Tensor, float]:
+        """(N, 1, 1, D), or (N, 1, D) for latent attention."""
+        angles = torch.outer(packed.plan.position_ids.float(), self.inv_freq)
+        both = torch.stack([angles, angles], -1).flatten(1) if self.interleaved else torch.cat([angles, angles], -1)
+        both = both[:, None] if self.latent else both[:, None, None]
+        return (both, self.factor) if self.gives_factor else both
+
+
+class PackedLayers(LocalSpecProvider):
+    """Megatron's own linear layers and experts, our norm and attention."""
+
+    def __init__(self, *, sandwich_norms: bool) -> None:
+        self.sandwich_norms = sandwich_norms
+
+    def row_parallel_linear(self) -> type:
+        return NormedRowParallelLinear if self.sandwich_norms else RowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RmsNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+
+def block_spec(
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Of the layers that this stage of the pipeline holds."""
+    provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+    count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
+    freq = config.moe_layer_freq
+    sparse = freq if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(config.num_layers)]
+    layers = [
+        layer_spec(config, provider, experts=config.num_moe_experts is not None and bool(sparse[offset + layer]))
+        for layer in range(count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
+
+
+def layer_spec(config: TransformerConfig, provider: PackedLayers, *, experts: bool) -> ModuleSpec:
+    linear, rows = provider.column_parallel_linear(), provider.row_parallel_linear()
+    qk_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    attention: Any
+    if config.multi_latent_attention:
+        attention = LatentAttention
+        submodules: Any = MLASelfAttentionSubmodules(
+            linear_q_proj=linear,
+            linear_q_down_proj=linear,
+            linear_q_up_proj=linear,
+            linear_kv_down_proj=linear,
+            linear_kv_up_proj=linear,
+            core_attention=PackedAttention,
+            linear_proj=rows,
+            q_layernorm=qk_norm,
+            kv_layernorm=qk_norm,
+        )
+    else:
+        attention = SelfAttention
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=linear,
+            core_attention=PackedAttention,
+            linear_proj=rows,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(
+                module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=get_mlp_module_spec_for_backend(
+                backend=provider,
+                num_experts=config.num_moe_experts if experts else None,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

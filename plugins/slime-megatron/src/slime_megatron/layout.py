@@ -1,0 +1,107 @@
+"""Layouts: how many ranks share what, and whether a model and a number of ranks can be divided so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+
+def ranks_of(shape: Shape) -> int:
+    """The fewest ranks that such a layout can be laid out on."""
+    dense = shape.tp * shape.pp * shape.cp
+    return math.lcm(dense, shape.etp * shape.ep * shape.pp)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def nearest(asked: int, allowed: list[int]) -> str:
+    """The largest below and the smallest above."""
+    below = [value for value in allowed if value < asked]
+    above = [value for value in allowed if value > asked]
+    return " or ".join(str(value) for value in [*below[-1:], *above[:1]])
+
+
+def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> list[str]:
+    """Everything that does not divide, with the nearest values that do."""
+    problems: list[str] = []
+
+    def must_divide(option: str, size: int, what: str, count: int | None) -> None:
+        if count and count % size:
+            problems.append(
+                f"backend.{option} = {size}: does not divide the model's {count} {what}; the nearest that do: "
+                f"{nearest(size, divisors(count))}."
+            )
+
+    heads = model.get("num_attention_heads")
+    must_divide("tensor_model_parallel_size", shape.tp, "attention heads", heads)
+    groups = model.get("num_key_value_heads")
+    if groups and groups >= shape.tp and "kv_lora_rank" not in model:
+        must_divide("tensor_model_parallel_size", shape.tp, "key-value heads", groups)
+    must_divide("tensor_model_parallel_size", shape.tp, "hidden features", model.get("hidden_size"))
+    must_divide("tensor_model_parallel_size", shape.tp, "MLP features", model.get("intermediate_size"))
+    must_divide("tensor_model_parallel_size", shape.tp, "features of latent queries", model.get("q_lora_rank"))
+    layers = model.get("num_hidden_layers")
+    if layers and layers % (shape.pp * shape.vpp):
+        stages = [d for d in divisors(layers) if d % shape.vpp == 0]
+        near = nearest(shape.pp * shape.vpp, stages)
+        problems.append(
+            f"backend.pipeline_model_parallel_size = {shape.pp}"
+            + (f" with virtual_pipeline_model_parallel_size = {shape.vpp}" if shape.vpp > 1 else "")
+            + f": {shape.pp * shape.vpp} pieces do not divide the model's {layers} layers; the nearest that do: "
+            f"{near or 'none'} pieces."
+        )
+    if shape.vpp > 1 and shape.pp == 1:
+        problems.append(
+            f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2."
+        )
+    experts = model.get("num_experts") or model.get("n_routed_experts")
+    if shape.ep > 1 and not experts:
+        problems.append(f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out.")
+    if experts:
+        must_divide("expert_model_parallel_size", shape.ep, "experts", experts)
+        must_divide(
+            "expert_tensor_parallel_size", shape.etp, "features of an expert", model.get("moe_intermediate_size")
+        )
+        if shape.tp > 1 and not shape.sequence_parallel:
+            problems.append(
+                f"backend.tensor_model_parallel_size = {shape.tp}: with experts Megatron wants sequence_parallel = true too."
+            )
+    elif "kv_lora_rank" in model and shape.tp > 1 and not shape.sequence_parallel:
+        problems.append(
+            f"backend.tensor_model_parallel_size = {shape.tp}: latent attention wants sequence_parallel = true too."
+        )
+    if shape.sequence_parallel and shape.tp == 1:
+        problems.append("backend.sequence_parallel = true: needs a tensor_model_parallel_size of at least 2.")
+    dense = shape.tp * shape.pp * shape.cp
+    if world_size % dense:
+        problems.append(
+            f"tensor x pipeline x context parallel = {shape.tp} x {shape.pp} x {shape.cp} = {dense}: does not divide the "
+            f"{world_size} ranks; the nearest numbers of ranks: {multiples(world_size, dense)}."
+        )
+    sparse = shape.etp * shape.ep * shape.pp
+    if world_size % sparse and sparse != dense:
+        problems.append(
+            f"expert tensor x expert x pipeline parallel = {shape.etp} x {shape.ep} x {shape.pp} = {sparse}: does not "
+            f"divide the {world_size} ranks; the nearest numbers of ranks: {multiples(world_size, math.lcm(sparse, dense))}."
+        )
+    return problems
+
+
+def multiples(number: int, of: int) -> str:
+    below = number // of * of
+    return " or ".join(str(value) for value in (below, below + of) if value)

@@ -1,0 +1,292 @@
+"""PackedGpt: Megatron's GPT on packed streams, with our head at its end.
+
+Legend: N tokens that this rank holds, T response tokens among them, H hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from slime_core.errors import ConfigError, ModelError
+from slime_core.types.microbatch import MicroBatch
+from slime_megatron.attention import AttentionPlan, PackedPlan, Take
+from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.layers import PackedRotary, block_spec
+from slime_megatron.layout import Shape
+from slime_megatron.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_megatron.options import DATA_PARALLEL, MODEL
+from slime_megatron.plugin import MegatronOptions, megatron_options
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """One micro-batch, this rank's part of it, on the device."""
+
+    micro: MicroBatch
+    tokens: Tensor
+    """(1, N) with padding."""
+    plan: AttentionPlan
+    entropy: EntropyMode = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    device: torch.device
+    dtype: torch.dtype
+    """What forward and backward compute in."""
+
+
+class ValueHead(nn.Module):
+    """Hidden to one number, in float32."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        # Each tensor-parallel rank computes the whole gradient, behind a gather.
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden.float(), self.weight.float())
+
+
+class PackedGpt(GPTModel):
+    """Its last stage gives (K, T) float32: log-probs and, if asked for, entropies; or values."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        head: str,
+        chunk: int,
+        device: torch.device,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, architecture, vp_stage),
+            vocab_size=-(-architecture.vocab_size // tp_size) * tp_size,
+            max_sequence_length=architecture.max_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=architecture.tied and head == "lm",
+            position_embedding_type="none",
+            vp_stage=vp_stage,
+        )
+        self.true_vocab_size = architecture.vocab_size
+        self.chunk = chunk
+        rotary = PackedRotary(architecture.rotary, config, device)
+        if architecture.mla:
+            for layer in self.decoder.layers:
+                layer.self_attention.rotary_pos_emb = rotary
+        else:
+            self.rotary_pos_emb = rotary
+            self.position_embedding_type = "rope"
+        self.value_head = None
+        if post_process and head == "value":
+            self.output_layer = None
+            self.value_head = ValueHead(config)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Megatron also brings the embedding to the last stage here; ours come from the folder on every stage."""
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        weight.shared_embedding = True
+        # The second copy does not count in the norm of gradients.
+        weight.shared = self.post_process
+
+    def forward(self, work: Work) -> Tensor:
+        packed = PackedPlan(qkv_format="thd" if self.config.multi_latent_attention else "sbhd", plan=work.plan)
+        output: Tensor = super().forward(
+            input_ids=work.tokens,
+            position_ids=work.plan.position_ids[None],
+            attention_mask=None,
+            labels=work,
+            packed_seq_params=packed,
+        )
+        return output
+
+    def _postprocess(self, hidden_states: Tensor, labels: Work, **unused: Any) -> Tensor:
+        """`labels` is what `forward` was given."""
+        if not self.post_process:
+            return hidden_states
+        work = labels
+        sequence_parallel = self.config.sequence_parallel
+        if self.value_head is not None:
+            if sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            values = self.value_head(Take.apply(hidden_states[:, 0], work.micro.logit_index))
+            return values.t()
+        if sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        log_probs, entropies = log_probs_of(
+            Take.apply(hidden_states[:, 0], work.micro.logit_index),
+            weight[: max(self.true_vocab_size - first, 0)],
+            work.micro.targets,
+            first=first,
+            group=tp_group if tp_group.size() > 1 else None,
+            temperature=work.micro.temperature,
+            chunk=chunk_positions(len(weight), self.chunk),
+            entropy=work.entropy,
+        )
+        return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
+
+
+def make_config(
+    architecture: Architecture, options: MegatronOptions, shape: Shape, placement: Placement
+) -> TransformerConfig:
+    """Raises ConfigError with what Megatron says of options that do not go together."""
+    told = megatron_options(options, MODEL)
+    fields: dict[str, Any] = {
+        # The only one that takes streams of any length.
+        "moe_token_dispatcher_type": "alltoall",
+        # Two stages are each other's previous and next one: batched sends of interleaved pieces would be mixed up.
+        "overlap_p2p_comm": shape.vpp > 1,
+        "batch_p2p_comm": shape.vpp == 1,
+        **architecture.options,
+        **told,
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "virtual_pipeline_model_parallel_size": shape.vpp if shape.vpp > 1 else None,
+        "context_parallel_size": shape.cp,
+        "expert_model_parallel_size": shape.ep,
+        "expert_tensor_parallel_size": shape.etp,
+        "sequence_parallel": shape.sequence_parallel,
+        "bf16": placement.dtype == torch.bfloat16,
+        "fp16": placement.dtype == torch.float16,
+        "params_dtype": torch.float32 if placement.dtype == torch.float32 else placement.dtype,
+        "pipeline_dtype": placement.dtype,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "use_cpu_initialization": placement.device.type == "cpu",
+        "perform_initialization": False,
+    }
+    record = MLATransformerConfig if architecture.mla else TransformerConfig
+    try:
+        return record(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+
+
+def build_chunks(
+    config: TransformerConfig,
+    architecture: Architecture,
+    options: MegatronOptions,
+    shape: Shape,
+    placement: Placement,
+    *,
+    head: str,
+) -> list[nn.Module]:
+    """This rank's pieces of the model, one for each virtual stage, not yet wrapped."""
+    chunks = []
+    for stage in range(shape.vpp):
+        vp_stage = stage if shape.vpp > 1 else None
+        chunk = PackedGpt(
+            config,
+            architecture,
+            head=head,
+            chunk=options.log_probs_chunk_size,
+            device=placement.device,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        mark_parallel(chunk)
+        chunk.to(placement.device)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_trained(name, options))
+        chunks.append(chunk)
+    return chunks
+
+
+def mark_parallel(chunk: nn.Module) -> None:
+    """Megatron marks matrices that tensor-parallel ranks share when it fills it with random numbers, which it does not here."""
+    for module in chunk.modules():
+        row = isinstance(module, RowParallelLinear)
+        if not row and not isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, int(row), 1)
+
+
+def is_trained(name: str, options: MegatronOptions) -> bool:
+    only = options.only_train_params_name_list
+    wanted = not only or any(re.search(pattern, name) for pattern in only)
+    return wanted and not any(re.search(pattern, name) for pattern in options.freeze_params_name_list)
+
+
+def wrap(
+    chunks: Sequence[nn.Module],
+    config: TransformerConfig,
+    options: MegatronOptions,
+    placement: Placement,
+    *,
+    distributed_optimizer: bool,
+) -> list[nn.Module]:
+    """With gradient buffers and their reduction; half precision where it is asked for."""
+    told: Mapping[str, Any] = megatron_options(options, DATA_PARALLEL)
+    data_parallel = DistributedDataParallelConfig(
+        **{
+            "grad_reduce_in_fp32": True,
+            **told,
+            "use_distributed_optimizer": distributed_optimizer,
+        }
+    )
+    half = placement.dtype != torch.float32
+    return [
+        DistributedDataParallel(
+            config, data_parallel, Float16Module(config, chunk) if half else chunk, disable_bucketing=number > 0
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def check_copy_shapes(name: str, ours: Architecture, theirs: Architecture) -> None:
+    """Copies are swapped in place."""
+    same = {key: value for key, value in ours.options.items() if not callable(value)}
+    other = {key: value for key, value in theirs.options.items() if not callable(value)}
+    different = sorted(key for key in same.keys() | other.keys() if same.get(key) != other.get(key))
+    if ours.vocab_size != theirs.vocab_size:
+        different.append("vocab_size")
+    if different:
+        raise ModelError(
+            f'weights "{name}": another architecture than the trained one ({", ".join(different)}). Backend megatron swaps '
+            "copies in place; give this model to a role of its own."
+        )

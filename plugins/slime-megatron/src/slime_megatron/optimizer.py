@@ -1,0 +1,79 @@
+"""Megatron's optimiser and learning-rate schedule, from the run's own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime_core.config.train import OptimizerConfig
+from slime_core.errors import ConfigError
+from slime_megatron.cpu import float_types_of_cuda
+from slime_megatron.model import Placement
+from slime_megatron.options import OPTIMIZER
+from slime_megatron.plugin import MegatronOptions, megatron_options
+
+
+def make_optimizer(
+    chunks: Sequence[nn.Module],
+    config: OptimizerConfig,
+    options: MegatronOptions,
+    placement: Placement,
+    *,
+    distributed: bool,
+) -> MegatronOptimizer:
+    """Weight decay is decoupled and left off vectors (norms, biases)."""
+    if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
+        raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
+    fields: dict[str, Any] = {
+        "sgd_momentum": 0.0,
+        **megatron_options(options, OPTIMIZER),
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_eps": config.adam_eps,
+        "clip_grad": config.clip_grad,
+        "use_distributed_optimizer": distributed,
+        "bf16": placement.dtype == torch.bfloat16,
+        "fp16": placement.dtype == torch.float16,
+        "params_dtype": placement.dtype,
+    }
+    try:
+        record = MegatronOptimizerConfig(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    with float_types_of_cuda(parameters) if placement.device.type == "cpu" else nullcontext():
+        return get_megatron_optimizer(record, list(chunks))
+
+
+def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+    warmup = config.lr_warmup_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(config.lr_decay_iters or total_steps, warmup + 1),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def set_step(schedule: OptimizerParamScheduler, steps_done: int) -> None:
+    """The rates of the optimiser step after `steps_done`."""
+    schedule.num_steps = steps_done
+    schedule.step(increment=0)

@@ -1,0 +1,161 @@
+"""What the entry point `megatron` names: options and layout. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from pydantic import Field, create_model, field_validator
+
+from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import BackendExample, Example
+from slime_core.contracts.needs import Need
+from slime_core.errors import near_matches
+from slime_megatron.layout import Shape, ranks_of, shape_problems
+from slime_megatron.options import OWNED, installed_options, megatron_folder
+
+BRIDGES: Final = "slime_megatron.bridges"
+"""Entry-point group: `model_type` of a config.json to the bridge of its family."""
+HOW_TO_INSTALL: Final = 'Megatron-core is not installed here: pip install "slime-megatron[core]".'
+
+
+class MegatronOptions(DriverConfig):
+    """The backend's own options; those of the installed Megatron stand beside them under Megatron's names."""
+
+    tensor_model_parallel_size: int = Field(1, gt=0)
+    """Ranks that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Norms and residuals share their tokens over the tensor-parallel ranks too. Needs tensor parallelism."""
+    pipeline_model_parallel_size: int = Field(1, gt=0)
+    """Stages that the layers are spread over."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, gt=1)
+    """Pieces of the model on each pipeline stage, run interleaved. Micro-batches come in multiples of the stages."""
+    context_parallel_size: int = Field(1, gt=0)
+    """Ranks that share the tokens of each sequence (zigzag)."""
+    expert_model_parallel_size: int = Field(1, gt=0)
+    """Ranks that the experts are spread over."""
+    expert_tensor_parallel_size: int | None = Field(None, gt=0)
+    """Ranks that share each expert's matrices; by default as many as share the other layers'."""
+    use_distributed_optimizer: bool | None = None
+    """Spread the optimiser's state over the data-parallel ranks. By default on for GPUs, off on the CPU. Adam only."""
+    bf16: bool | None = None
+    """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off."""
+    fp16: bool = False
+    """Compute in float16 with a loss scale."""
+    log_probs_chunk_size: int = Field(0, ge=-1)
+    """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
+    freeze_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: parameters whose Megatron name matches one are not trained."""
+    only_train_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: if any is given, only parameters that match one are trained."""
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+def make_config() -> type[MegatronOptions]:
+    """MegatronOptions with Megatron's options beside its own. None: what Megatron does by default."""
+    fields: dict[str, Any] = {}
+    for option in installed_options():
+        if option.name in MegatronOptions.model_fields:
+            continue
+        if option.name in OWNED:
+            doc = f"Not an option of the backend: decided by {OWNED[option.name]}."
+            fields[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+        else:
+            fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
+    owned = sorted(set(fields) & set(OWNED))
+    validators: dict[str, Any] = {"refuse_owned": field_validator(*owned)(refuse_owned)} if owned else {}
+    return create_model("MegatronConfig", __base__=MegatronOptions, __validators__=validators, **fields)
+
+
+def refuse_owned(cls: type[MegatronOptions], value: Any, info: Any) -> Any:
+    if value is not None:
+        raise ValueError(f"this is not an option of the backend: it is decided by {OWNED[info.field_name]}")
+    return value
+
+
+def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
+    """Those that the run file gives, of the model's, the optimiser's or the data-parallel record."""
+    names = sorted({option.name for option in installed_options() if option.of == of} - set(OWNED))
+    own = set(MegatronOptions.model_fields)
+    return {name: value for name in names if name not in own and (value := getattr(config, name)) is not None}
+
+
+@cache
+def families() -> tuple[str, ...]:
+    return tuple(sorted({entry.name for entry in entry_points(group=BRIDGES)}))
+
+
+class Megatron(BackendDriver):
+    """Megatron-core over Hugging Face folders, on GPUs (NCCL) or the CPU (gloo)."""
+
+    Config: ClassVar[type[DriverConfig]] = make_config()
+    provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+
+    @classmethod
+    def build(cls, config: Any) -> TrainBackend:
+        from slime_megatron.backend import MegatronBackend
+
+        return MegatronBackend(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [
+            BackendExample(options={"tensor_model_parallel_size": 2, "sequence_parallel": True}, world_size=2),
+        ]
+
+    @classmethod
+    def least_ranks(cls, config: MegatronOptions) -> int:
+        return ranks_of(config.shape)
+
+    @classmethod
+    def layout(cls, config: MegatronOptions, rank: int, world_size: int) -> Layout:
+        shape = config.shape
+        tp_rank, rest = rank % shape.tp, rank // shape.tp
+        cp_rank, rest = rest % shape.cp, rest // shape.cp
+        dp_size = world_size // (shape.tp * shape.cp * shape.pp)
+        return Layout(
+            dp_rank=rest % dp_size,
+            dp_size=dp_size,
+            cp_rank=cp_rank,
+            cp_size=shape.cp,
+            reports=tp_rank == 0 and rest // dp_size == shape.pp - 1,
+            micro_batch_multiple=shape.pp if shape.vpp > 1 else 1,
+        )
+
+    @classmethod
+    def problems(cls, config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
+        problems = []
+        if megatron_folder() is None:
+            problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
+        if config.fp16 and config.bf16:
+            problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
+        return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
+
+
+def family_problems(model_config: Mapping[str, Any]) -> list[str]:
+    model_type = model_config.get("model_type")
+    if model_type is None:
+        return ["the model's config.json has no model_type."]
+    if model_type in families():
+        return []
+    close = near_matches(model_type, families())
+    hint = f"; close: {', '.join(close)}" if close else ""
+    return [
+        f'the model\'s config.json says model_type = "{model_type}": backend megatron has no bridge for this family{hint}. '
+        f"Bridges: {', '.join(families())}. A distribution may offer one in the group {BRIDGES}."
+    ]

@@ -1,0 +1,83 @@
+"""The process group and Megatron's groups inside it: joined once, left by whoever made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime_core.contracts.backend import TrainerSetup
+from slime_core.errors import ConfigError
+from slime_megatron.layout import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    shape: Shape
+    made_group: bool
+    made_layout: bool
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """None: a single rank holds whole sequences."""
+        return parallel_state.get_context_parallel_group() if self.shape.cp > 1 else None
+
+    def all_agree(self, flag: torch.Tensor) -> bool:
+        """True if it is true on every rank."""
+        votes = flag.to(torch.float32).reshape(())
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return bool(votes.item() > 0)
+
+    def leave(self) -> None:
+        if self.made_layout:
+            parallel_state.destroy_model_parallel()
+        if self.made_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(setup: TrainerSetup, shape: Shape) -> Ranks:
+    """Joins the default process group, or uses the one that another role of this process has made."""
+    made = not dist.is_initialized()
+    if made:
+        backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+        if setup.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+    elif dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
+        raise ConfigError(
+            f"role {setup.role}: it is rank {setup.rank} of {setup.world_size}, but this process already is rank "
+            f"{dist.get_rank()} of {dist.get_world_size()} for another role. Give both roles the same ranks."
+        )
+    fresh = not parallel_state.model_parallel_is_initialized()
+    if fresh:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=shape.tp,
+            pipeline_model_parallel_size=shape.pp,
+            virtual_pipeline_model_parallel_size=shape.vpp if shape.vpp > 1 else None,
+            context_parallel_size=shape.cp,
+            expert_model_parallel_size=shape.ep,
+            expert_tensor_parallel_size=shape.etp,
+        )
+    elif laid_out() != (shape.tp, shape.pp, shape.cp, shape.ep, shape.etp):
+        raise ConfigError(
+            f"role {setup.role}: Megatron lays out one process one way, and another role of this process has another "
+            "layout. Give both roles the same parallel sizes, or ranks of their own."
+        )
+    return Ranks(shape=shape, made_group=made, made_layout=fresh)
+
+
+def laid_out() -> tuple[int, int, int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )

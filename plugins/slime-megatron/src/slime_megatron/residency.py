@@ -1,0 +1,53 @@
+"""Sleep: what Megatron keeps on the GPU goes to the host, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+
+def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+    """Weights, gradients' memory, optimiser."""
+    optimizer.zero_grad()
+    for part in parts_of(optimizer):
+        part.offload_to_cpu()
+    for buffer in buffers_of(chunks):
+        buffer.grad_bytes = buffer.grad_data.untyped_storage().size()
+        buffer.grad_data.untyped_storage().resize_(0)
+        if buffer.param_data is not None:
+            buffer.param_host = buffer.param_data.to("cpu")
+            buffer.param_data.untyped_storage().resize_(0)
+    for chunk in chunks:
+        for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
+            if tensor.is_cuda and tensor.untyped_storage().size():
+                tensor.data = tensor.data.cpu()
+    torch.cuda.empty_cache()
+
+
+def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+    for buffer in buffers_of(chunks):
+        buffer.grad_data.untyped_storage().resize_(buffer.grad_bytes)
+        buffer.grad_data.zero_()
+        if buffer.param_data is not None:
+            size = buffer.param_host.numel() * buffer.param_host.element_size()
+            buffer.param_data.untyped_storage().resize_(size)
+            buffer.param_data.copy_(buffer.param_host)
+            buffer.param_host = None
+    device = torch.cuda.current_device()
+    for chunk in chunks:
+        for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
+            if not tensor.is_cuda:
+                tensor.data = tensor.data.to(device)
+    for part in parts_of(optimizer):
+        part.restore_from_cpu()
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def buffers_of(chunks: Sequence[Any]) -> list[Any]:
+    return [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]

@@ -1,0 +1,250 @@
+"""Weights in and out: between a Hugging Face folder and the parameters that the ranks share.
+
+Every parameter of the whole model has one name, whichever ranks hold it: layers and experts are counted over the whole
+model. Legend: TP tensor-parallel, PP pipeline, EP expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from slime_core.errors import ModelError
+from slime_megatron.bridges.bridge import LAYER, Bridge
+from slime_megatron.folder import ModelFolder
+
+LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter as one stage of the pipeline has it; plain data, the same on all ranks of the stage."""
+
+    name: str
+    """In the whole model; an expert's by its number on the first EP rank."""
+    shape: tuple[int, ...]
+    """On one rank."""
+    dtype: torch.dtype
+    dim: int | None
+    """Cut over TP ranks along it; None: every one has all of it."""
+    stage: int
+    """PP rank."""
+    frozen: bool = False
+
+    @property
+    def expert(self) -> int | None:
+        found = LOCAL_EXPERT.search(self.name)
+        return int(found[1]) if found else None
+
+
+def whole_name(name: str, chunk: nn.Module) -> str:
+    """`decoder.layers.1.x` of a stage that starts at layer 4 is `decoder.layers.5.x`."""
+    found = LAYER.match(name)
+    if found is None:
+        return name
+    layer = chunk.decoder.layers[int(found[1])].layer_number - 1  # type: ignore[union-attr,index]
+    return f"decoder.layers.{layer}.{found[2]}"
+
+
+def local_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and routers' biases of this rank by their names. A tied head on a stage of its own is the embedding."""
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        tied = chunk.share_embeddings_and_output_weights
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if name.endswith("local_tokens_per_expert"):
+                continue
+            is_embedding = tied and name == "output_layer.weight"
+            found["embedding.word_embeddings.weight" if is_embedding else whole_name(name, chunk)] = tensor
+    return found
+
+
+def tensor_dim(tensor: Tensor) -> int | None:
+    return int(tensor.partition_dim) if getattr(tensor, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+class WeightTable:
+    """Which rank holds what; made once, by all ranks together."""
+
+    def __init__(self, chunks: Sequence[nn.Module], bridge: Bridge, vocab_size: int) -> None:
+        self._bridge = bridge
+        self._vocab_size = vocab_size
+        self._tensors = local_tensors(chunks)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        mine = [
+            Entry(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                dim=tensor_dim(tensor),
+                stage=stage,
+                frozen=not tensor.requires_grad,
+            )
+            for name, tensor in self._tensors.items()
+        ]
+        self._pp = parallel_state.get_pipeline_model_parallel_group()
+        gathered: list[Any] = [None] * self._pp.size()
+        dist.all_gather_object(gathered, mine, group=self._pp)
+        entries = {entry.name: entry for part in gathered for entry in part}
+        self.entries = sorted(entries.values(), key=order_of)
+
+    def names_in_folder(self) -> list[str]:
+        """Of all tensors of the whole model."""
+        return [name for entry in self.entries for name in self._names(entry)]
+
+    def _names(self, entry: Entry) -> list[str]:
+        return [name for number in self._experts(entry) for name in self._weight(entry, number).names]
+
+    def _experts(self, entry: Entry) -> list[int | None]:
+        """Numbers of the experts that EP ranks hold in this place."""
+        if entry.expert is None:
+            return [None]
+        per_rank = sum(
+            other.expert is not None and LOCAL_EXPERT.sub("", other.name) == LOCAL_EXPERT.sub("", entry.name)
+            for other in self.entries
+        )
+        return [entry.expert + rank * per_rank for rank in range(parallel_state.get_expert_model_parallel_world_size())]
+
+    def _weight(self, entry: Entry, expert: int | None) -> Any:
+        name = entry.name if expert is None else LOCAL_EXPERT.sub(f".local_experts.{expert}.", entry.name)
+        return self._bridge.weight(name)
+
+    def _tp(self, entry: Entry) -> dist.ProcessGroup:
+        if entry.expert is not None:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @torch.no_grad()
+    def load(self, folder: ModelFolder, *, fresh: Sequence[str] = ()) -> None:
+        """Every rank reads what it holds. `fresh`: names that need not be in the folder."""
+        table_names = [name for name in self.names_in_folder() if name not in fresh or name in folder.files]
+        # A value head takes the place of the language model's.
+        folder.check(table_names, unused=("lm_head.weight",) if fresh else ())
+        for entry in self.entries:
+            if entry.name not in self._tensors:
+                continue
+            number = self._experts(entry)[
+                parallel_state.get_expert_model_parallel_rank() if entry.expert is not None else 0
+            ]
+            weight = self._weight(entry, number)
+            if any(name not in folder.files for name in weight.names):
+                continue
+            whole = self._padded(entry, weight.join(folder.read(weight.names)))
+            if entry.dim is not None:
+                group = self._tp(entry)
+                whole = weight.shard(whole, entry.dim, group.size())[group.rank()]
+            target = self._tensors[entry.name]
+            if whole.shape != target.shape:
+                raise ModelError(
+                    f"{folder.path}: {', '.join(weight.names)} make {tuple(whole.shape)}, but the model of its config.json has "
+                    f"{tuple(target.shape)} there."
+                )
+            target.copy_(whole)
+
+    def _is_vocabulary(self, entry: Entry) -> bool:
+        return entry.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def _padded(self, entry: Entry, whole: Tensor) -> Tensor:
+        """Rows for as many tokens as the ranks can share evenly."""
+        if not self._is_vocabulary(entry) or entry.dim is None:
+            return whole
+        missing = entry.shape[0] * self._tp(entry).size() - len(whole)
+        return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
+
+    @torch.no_grad()
+    def export(self, dtype: torch.dtype | None, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
+        """A layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
+        `dtype` None: as they are."""
+        for _, entries in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
+            found: list[tuple[tuple[str, int], dict[str, Tensor]]] = []
+            for entry in entries:
+                for number, whole in self._whole(entry):
+                    if not keep:
+                        continue
+                    weight = self._weight(entry, number)
+                    if self._is_vocabulary(entry):
+                        whole = whole[: self._vocab_size]
+                    plain = dtype is None or entry.name.endswith("expert_bias")
+                    parts = weight.part(whole if plain else whole.to(dtype))
+                    place = (LOCAL_EXPERT.sub(".", entry.name), number or 0)
+                    found.append((place, dict(zip(weight.names, parts, strict=True))))
+            # Experts by their numbers, however many ranks share them.
+            layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
+            yield layer if keep else None
+
+    def _whole(self, entry: Entry) -> Iterator[tuple[int | None, Tensor]]:
+        """All ranks call: gathered over TP and EP, then brought from its stage to the others."""
+        here = entry.stage == self._pp.rank()
+        tp = self._tp(entry)
+        held = self._tensors[entry.name].detach() if here else None
+        numbers = self._experts(entry)
+        parts: list[Tensor | None] = [held]
+        if held is not None and len(numbers) > 1:
+            parts = list(all_parts(held, parallel_state.get_expert_model_parallel_group()))
+        for number, part in zip(numbers, parts if here else [None] * len(numbers), strict=True):
+            whole = part
+            if part is not None and entry.dim is not None and tp.size() > 1:
+                whole = self._weight(entry, number).unshard(all_parts(part, tp), entry.dim)
+            if self._pp.size() > 1:
+                if whole is None:
+                    shape = list(entry.shape)
+                    if entry.dim is not None:
+                        shape[entry.dim] *= tp.size()
+                    whole = torch.empty(shape, dtype=entry.dtype, device=self._device)
+                dist.broadcast(whole.contiguous() if here else whole, group=self._pp, group_src=entry.stage)
+            assert whole is not None
+            yield number, whole
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._tensors.values())).device
+
+
+def all_parts(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def order_of(entry: Entry) -> tuple[int, int, str, int]:
+    """Embedding, layers by number, the rest."""
+    if found := LAYER.match(entry.name):
+        return 1, int(found[1]), LOCAL_EXPERT.sub(".", entry.name), entry.expert or 0
+    return (0 if entry.name.startswith("embedding") else 2), 0, entry.name, 0
+
+
+def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, first: bool, head: str) -> None:
+    """What transformers loads, in the source's dtype. All ranks call; the first one writes. Tensors of the source that
+    nothing is made of go along unchanged."""
+    weights: dict[str, Tensor] = {}
+    for layer in table.export(None, keep=first):
+        weights |= {
+            name: tensor.detach().to(source.dtype).cpu().contiguous().clone() for name, tensor in (layer or {}).items()
+        }
+    if not first:
+        return
+    for name in sorted(set(source.files) - set(weights)):
+        if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
+            weights[name] = source.read([name])[0]
+    target.mkdir(parents=True, exist_ok=True)
+    huggingface_hub.save_torch_state_dict(weights, target)
+    raw = dict(source.raw)
+    if head == "value":
+        named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
+        raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    generation = source.path / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, target / generation.name)

@@ -1,0 +1,89 @@
+"""Models, and one process per family of layouts: importing Megatron takes longer than all its cases."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+TIMEOUT_S = 400
+
+
+class EveryTestRuns:
+    """With --every-megatron-test a test that is skipped, expected to fail or left out fails the session; at its end stands
+    what was running."""
+
+    def __init__(self):
+        self.not_run = []
+
+    def pytest_deselected(self, items):
+        self.not_run += [item.nodeid for item in items if item.get_closest_marker("megatron")]
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped or hasattr(report, "wasxfail"):
+            self.not_run.append(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.skipped:
+            self.not_run.append(report.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if self.not_run and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.section("trainers")
+        for name in ("megatron-core", "torch", "transformers"):
+            terminalreporter.line(f"{name} {version(name)}")
+        for name in self.not_run:
+            terminalreporter.line(f"NOT RUN {name}: a test that is left out or skipped counts as failed", red=True)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every-megatron-test", action="store_true", help="A skipped or deselected test fails the session."
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--every-megatron-test"):
+        config.pluginmanager.register(EveryTestRuns())
+
+
+class Layouts:
+    """What each case of one model left."""
+
+    def __init__(self, out, cases):
+        self.out = out
+        self.cases = cases
+
+    def ranks(self, name):
+        failure = self.out / name / "failure.txt"
+        assert not failure.exists(), failure.read_text()[-4000:]
+        count = self.cases[name]["world_size"]
+        return [torch.load(self.out / name / f"rank_{rank}.pt", weights_only=True) for rank in range(count)]
+
+
+def run_layouts(out, cases):
+    """`cases`: model, options, world_size and more by name; see layouts.py."""
+    script = Path(__file__).parent / "layouts.py"
+    told = {"out": str(out), "cases": cases}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), json.dumps(told)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return Layouts(out, cases)

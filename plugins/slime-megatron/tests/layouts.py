@@ -1,0 +1,78 @@
+"""Run as a script, with a JSON object as its argument: one optimiser step of each case, over gloo.
+
+The ranks of a case are forked after the imports, which take longer than all the rest. Each leaves `NAME/rank_R.pt` in the
+folder `out`: its scores, what it reports, and, from the first rank, weights before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slime_core.config.train import OptimizerConfig
+from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+from slime_megatron.plugin import Megatron
+
+SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
+ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5)
+
+
+def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
+    place = Place(
+        model=Path(case["model"]), rank=rank, world_size=case["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
+    )
+    training = TrainingBatch.make()
+    config = Megatron.Config(**case["options"])
+    adam = case.get("adam", False)
+    with opened(Megatron.build(config), place, optimizer=ADAM if adam else SGD) as one:
+        layout = one.layout
+        mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
+        # Every rank has as many micro-batches, uneven, of which one is empty.
+        split = (mine[:2], mine[2:], (), mine[:0]) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:], ())
+        scores = one.scores(training, split, entropy=True)
+        before = one.weights()
+        reports = [one.backend.train_step(training.micros(split), objective_of()) for _ in range(2 if adam else 1)]
+        if (folder := case.get("save")) is not None:
+            Path(folder).mkdir(exist_ok=True)
+            one.backend.save(Path(folder))
+        if (folder := case.get("load")) is not None:
+            one.backend.load(Path(folder))
+            # The layouts' batches are the same; only one step more is told.
+            reports = [one.backend.train_step(training.micros(split), objective_of())]
+        state = {
+            "layout": {"reports": layout.reports, "dp_rank": layout.dp_rank},
+            "scores": {name: torch.from_numpy(column) for name, column in scores.items()},
+            "sums": dict(reports[-1].sums),
+            "grad_norm": reports[-1].grad_norm,
+            "before": before,
+            "after": one.weights(),
+        }
+        if case.get("save") is not None:
+            one.backend.train_step(training.micros(split), objective_of())
+            state["next"] = one.weights()
+        torch.save(state, out / f"rank_{rank}.pt")
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    # Built once here, so that what it imports is imported before the ranks are forked.
+    Megatron.build(Megatron.Config())
+    start: Any = mp.start_processes
+    for name, case in told["cases"].items():
+        out = Path(told["out"]) / name
+        out.mkdir()
+        try:
+            start(run_rank, (case, out), nprocs=case["world_size"], start_method="fork")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+            (out / "failure.txt").write_text(traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Bridges: a model of each family, made by transformers, gives the same log-probs and gradients here, and comes back to the
+bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from families import FAMILIES, load_family, make_family
+from safetensors.torch import load_file, save_file
+
+from slime_core.errors import ModelError
+from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
+from slime_megatron.plugin import Megatron
+
+pytestmark = pytest.mark.megatron
+
+LOGITS = 1e-4
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request, tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+def opened_one(folder, **told):
+    return opened(Megatron.build(Megatron.Config()), Place(model=folder), **told)
+
+
+def test_it_computes_what_transformers_does(family):
+    training = TrainingBatch.make()
+    model = load_family(family, torch.float64)
+    with torch.no_grad():
+        log_probs, entropy = training.by_transformers(model)
+    with opened_one(family) as one:
+        for split in (WHOLE, *SPLITS):
+            got = one.scores(training, split, entropy=True)
+            for name, expected in {"log_probs": log_probs, "entropy": entropy}.items():
+                apart = abs(got[name] - expected.numpy()).max()
+                assert apart <= LOGITS, f"{name} are off by {apart:.3g} nats"
+
+        before = one.weights()
+        one.backend.train_step(training.micros(SPLITS[0]), objective_of())
+        after = one.weights()
+    gradients = training.gradients_by_transformers(model)
+    scale = max(float(tensor.abs().max()) for tensor in gradients.values() if tensor is not None)
+    # transformers keeps experts of a layer in one parameter: those are compared below, by the folder's names.
+    alone = {name: tensor for name, tensor in gradients.items() if name in before and tensor is not None}
+    assert len(alone) > 30
+    for name, gradient in alone.items():
+        apart = float((before[name] - after[name] - gradient).abs().max())
+        assert apart <= 1e-4 * scale, f"the gradient of {name} is off by {apart:.3g}, where the largest is {scale:.3g}"
+    for layer in range(model.config.num_hidden_layers):
+        fused = gradients.get(f"model.layers.{layer}.mlp.experts.gate_up_proj")
+        if fused is None:
+            continue
+        down = gradients[f"model.layers.{layer}.mlp.experts.down_proj"]
+        for expert in range(len(fused)):
+            stem = f"model.layers.{layer}.mlp.experts.{expert}"
+            gate, up = fused[expert].chunk(2, 0)
+            for part, gradient in {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}.items():
+                name = f"{stem}.{part}.weight"
+                apart = float((before[name] - after[name] - gradient).abs().max())
+                assert apart <= 1e-4 * scale, f"the gradient of {name} is off by {apart:.3g}"
+
+
+def test_it_comes_back_to_the_bit(family, tmp_path):
+    with opened_one(family) as one:
+        exported = one.weights()
+        one.backend.save_hf(tmp_path / "saved")
+    held = load_file(family / "model.safetensors")
+    assert set(exported) == set(held)
+    for name, tensor in held.items():
+        assert torch.equal(exported[name], tensor), name
+    saved, loaded = (load_family(folder).state_dict() for folder in (tmp_path / "saved", family))
+    assert set(saved) == set(loaded)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_family(tmp_path / "model", "qwen3")
+
+
+def changed(folder, change):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_missing_and_extra_weights_are_named(folder):
+    def change(weights):
+        del weights["model.layers.2.self_attn.q_norm.weight"]
+        weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(3, 3)
+
+    changed(folder, change)
+    with pytest.raises(ModelError, match=r"missing.*layers\.2\.self_attn\.q_norm\.weight.*no place.*layers\.9") as told:
+        opened_one(folder).__enter__()
+    assert str(folder) in str(told.value)
+
+
+def test_weights_of_another_shape_are_named(folder):
+    changed(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(33)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight make \(33,\)"):
+        opened_one(folder).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "full attention"),
+        ({"model_type": "qwen9"}, "no bridge.*qwen3"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+    ],
+)
+def test_what_is_not_computed_is_refused(folder, fields, told):
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | fields
+    raw.pop("layer_types", None)
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=told):
+        opened_one(folder).__enter__()
+
+
+def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
+    other = make_family(tmp_path / "other", "qwen2.5")
+    with pytest.raises(ModelError, match="another architecture"):
+        opened_one(folder, copies={"teacher": other}).__enter__()
+
+
+def test_layers_of_multi_token_prediction_travel_along(tmp_path):
+    """They are not trained, and not lost."""
+    folder = make_family(tmp_path / "model", "glm-4.5")
+    extra = "model.layers.4.eh_proj.weight"
+    changed(folder, lambda weights: weights.update({extra: torch.arange(6.0).view(2, 3)}))
+    with opened_one(folder) as one:
+        assert extra not in one.weights()
+        one.backend.save_hf(tmp_path / "saved")
+    assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")[extra], torch.arange(6.0).view(2, 3))
+
+
+def test_kimi_is_read_as_deepseek(tmp_path):
+    folder = make_family(tmp_path / "model", "deepseek-v3")
+    expected = load_file(folder / "model.safetensors")
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.X"}}
+    file.write_text(json.dumps(raw))
+    with opened_one(folder) as one:
+        exported = one.weights()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_bridge_that_two_distributions_offer(monkeypatch, folder):
+    from importlib.metadata import EntryPoint
+
+    from slime_megatron import folder as module
+
+    both = [EntryPoint("qwen3", f"{dist}:Qwen3", "slime_megatron.bridges") for dist in ("acme", "other")]
+    monkeypatch.setattr(module, "entry_points", lambda **asked: both)
+    with pytest.raises(ModelError, match=r"more than once.*acme"):
+        module.bridge_of("qwen3")
+
+
+def test_two_roles_in_one_process(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "critic")
+    training = TrainingBatch.make()
+    with opened_one(folder) as actor, opened_one(tmp_path / "critic", head="value") as critic:
+        assert set(critic.scores(training)) == {"values"}
+        assert set(actor.scores(training)) == {"log_probs"}
+        assert [name for name in critic.weights() if "score" in name or "lm_head" in name] == ["score.weight"]

@@ -1,0 +1,119 @@
+"""Every layout trains as one rank does: scores, gradients (weights after a step of plain descent), norms and metrics."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.megatron
+
+FLOAT32 = 2e-5
+"""What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DENSE = {
+    "dp2": (2, {}),
+    "tp2": (2, TP2),
+    "tp2-sp": (2, SP2),
+    "pp2": (2, PP2),
+    "pp2-vpp2": (2, VPP2),
+    "cp2": (2, CP2),
+    "dp2-tp2-sp": (4, SP2),
+    "dp2-pp2": (4, PP2),
+    "dp2-cp2": (4, CP2),
+    "tp2-cp2": (4, {**TP2, **CP2}),
+    "tp2-sp-cp2": (4, {**SP2, **CP2}),
+    "tp2-sp-pp2": (4, {**SP2, **PP2}),
+    "pp2-cp2": (4, {**PP2, **CP2}),
+    "recomputed": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "chunked": (2, {**TP2, "log_probs_chunk_size": 7}),
+}
+EXPERTS = {
+    "dp2-ep2": (2, EP2),
+    "tp2-sp": (2, SP2),
+    "tp2-sp-ep2": (2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "cp2-ep2": (2, {**CP2, **EP2}),
+    "dp2-tp2-sp-ep2": (4, {**SP2, **EP2}),
+    "dp2-pp2-ep2": (4, {**PP2, **EP2}),
+}
+LATENT = {
+    "tp2-sp": (2, SP2),
+    "pp2": (2, PP2),
+    "cp2": (2, CP2),
+    "dp2-ep2": (2, EP2),
+}
+SANDWICH = {"tp2": (2, TP2), "tp2-sp": (2, SP2), "pp2": (2, PP2)}
+MODELS = {"qwen3": DENSE, "qwen2.5-tied": SANDWICH, "qwen3-moe": EXPERTS, "deepseek-v3": LATENT, "glm-4": SANDWICH}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Runs a model's layouts when the first of them is asked for."""
+    from conftest import run_layouts
+    from families import make_family
+
+    done = {}
+
+    def of(family):
+        if family not in done:
+            folder = make_family(tmp_path_factory.mktemp("model") / family, family)
+            layouts = {"one": (1, {}), **MODELS[family]}
+            cases = {
+                name: {"model": str(folder), "world_size": count, "options": options}
+                for name, (count, options) in layouts.items()
+            }
+            done[family] = run_layouts(tmp_path_factory.mktemp("layouts"), cases)
+        return done[family]
+
+    return of
+
+
+@pytest.mark.parametrize(("family", "layout"), [(family, name) for family, names in MODELS.items() for name in names])
+def test_it_trains_as_one_rank(made, family, layout):
+    (one,), ranks = made(family).ranks("one"), made(family).ranks(layout)
+    assert_close("log-probs", joined(ranks, "log_probs"), one["scores"]["log_probs"], FLOAT32)
+    assert_close("entropies", joined(ranks, "entropy"), one["scores"]["entropy"], FLOAT32)
+
+    first, *others = ranks
+    assert list(first["before"]) == list(one["before"])
+    for name, tensor in one["before"].items():
+        assert torch.equal(first["before"][name], tensor), f"{name} was loaded or exported wrongly"
+    assert not any(rank["before"] or rank["after"] for rank in others), "another rank than the first exports weights"
+
+    expected = gradients(one)
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert scale > 1e-2
+    for name, gradient in gradients(first).items():
+        apart = float((gradient - expected[name]).abs().max())
+        assert apart <= FLOAT32 * scale, (
+            f"the gradient of {name} is off by {apart:.3g}, where the largest is {scale:.3g}"
+        )
+
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    sums = {}
+    for rank in ranks:
+        for name, value in rank["sums"].items():
+            sums[name] = sums.get(name, 0.0) + value
+    assert sums == pytest.approx(one["sums"], rel=1e-5, abs=1e-6)
+
+
+def joined(ranks, name):
+    column = torch.full_like(ranks[0]["scores"][name], torch.nan)
+    for rank in ranks:
+        if rank["layout"]["reports"]:
+            held = ~rank["scores"][name].isnan()
+            column[held] = rank["scores"][name][held]
+    return column
+
+
+def gradients(rank):
+    return {name: tensor - rank["after"][name] for name, tensor in rank["before"].items()}
+
+
+def assert_close(what, got, expected, tolerance):
+    apart = float((got - expected).abs().max())
+    assert apart <= tolerance, f"{what} are off by {apart:.3g} (NaN: nobody held the token)"

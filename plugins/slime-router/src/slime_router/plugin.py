@@ -1,0 +1,208 @@
+"""What the entry points name: options of the middlewares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import Example
+from slime_core.contracts.middleware import MiddlewareDriver, RouterMiddleware
+from slime_core.contracts.paths import RunPath
+
+
+class LoadBalanceConfig(DriverConfig):
+    measure: Literal["tokens", "requests"] = "tokens"
+    """What an engine's load is: the tokens that its running requests have and may still get, or their number."""
+
+
+class SessionAffinityConfig(DriverConfig):
+    strict: bool = False
+    """Wait for the session's engine while it is full, instead of taking another one."""
+    max_sessions: int = Field(100_000, gt=0)
+    """Sessions that are remembered; beyond that the one that asked longest ago is forgotten."""
+
+
+class PriorityConfig(DriverConfig):
+    concurrency: int = Field(512, gt=0)
+    """Requests let through at a time; the rest wait here, in order. The engines' own bound or less: what waits behind
+    this queue is no longer sorted."""
+    levels: dict[str, int] = Field(default_factory=dict)
+    """Priority by how a request's id begins, added to the one it brings along; the longest match counts. The ids of a
+    run begin with `train/` or `eval-NAME/`."""
+    max_waiting: int | None = Field(None, gt=0)
+    """More waiting requests than this are turned away; by default any number waits."""
+
+
+class RateLimitConfig(DriverConfig):
+    requests_per_second: float = Field(1000.0, gt=0, allow_inf_nan=False)
+    """Over time."""
+    burst: int = Field(100, gt=0)
+    """Requests that may come at once after a quiet time."""
+    max_wait_s: float = Field(60.0, ge=0, allow_inf_nan=False)
+    """Seconds that a request waits for its turn at most; one that would wait longer is turned away at once."""
+
+
+class RetryConfig(DriverConfig):
+    attempts: int = Field(3, gt=1)
+    """Times that a request is sent at most."""
+    backoff_s: float = Field(0.1, ge=0, allow_inf_nan=False)
+    """Seconds before the second attempt, at most; doubled for each further one. The actual wait is drawn from 0 up to
+    that, so that requests that failed together do not come back together."""
+    max_backoff_s: float = Field(5.0, ge=0, allow_inf_nan=False)
+    """Seconds between two attempts, at most."""
+    deadline_s: float = Field(120.0, gt=0, allow_inf_nan=False)
+    """No attempt is begun later than this many seconds after the first one."""
+
+
+class RecordConfig(DriverConfig):
+    path: RunPath
+    """File of recorded answers, one line of JSON each."""
+    mode: Literal["record", "replay"] = "record"
+    """`record` adds every answer to the file; `replay` answers from it, and no engine is asked."""
+    on_missing: Literal["error", "forward"] = "error"
+    """While replaying, of a request that was not recorded: an error, or the engine's work."""
+
+
+class RadixCacheConfig(DriverConfig):
+    tokenizer: RunPath
+    """Folder with the model's tokenizer.json; it is asked for text that no engine has seen or written."""
+    max_bytes: int = Field(2**30, gt=0)
+    """Memory for conversations; beyond that the least recently used are forgotten."""
+    keep_versions: int = Field(5, gt=0)
+    """A conversation that was not used since the policy was this many versions older is forgotten."""
+
+
+class LoadBalance(MiddlewareDriver):
+    """Sends each request to the engine with the least work in flight, instead of to engines in turn."""
+
+    Config = LoadBalanceConfig
+
+    @classmethod
+    def build(cls, config: LoadBalanceConfig) -> RouterMiddleware:
+        from slime_router.load_balance import LeastLoad
+
+        return LeastLoad(in_tokens=config.measure == "tokens")
+
+
+class SessionAffinity(MiddlewareDriver):
+    """Sends a conversation's requests to the engine that answered the one before, which has them in its cache."""
+
+    Config = SessionAffinityConfig
+
+    @classmethod
+    def build(cls, config: SessionAffinityConfig) -> RouterMiddleware:
+        from slime_router.session_affinity import StickySessions
+
+        return StickySessions(strict=config.strict, max_sessions=config.max_sessions)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [Example(options={"strict": True, "max_sessions": 2})]
+
+
+class Priority(MiddlewareDriver):
+    """A priority queue before the engines: the most urgent requests go first, equal ones in order of arrival."""
+
+    Config = PriorityConfig
+
+    @classmethod
+    def build(cls, config: PriorityConfig) -> RouterMiddleware:
+        from slime_router.priority import PriorityQueue
+
+        return PriorityQueue(concurrency=config.concurrency, levels=dict(config.levels), max_waiting=config.max_waiting)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [Example(options={"concurrency": 1, "levels": {"train/1": 3, "eval": 1}, "max_waiting": 100})]
+
+
+class RateLimit(MiddlewareDriver):
+    """Spreads requests over time."""
+
+    Config = RateLimitConfig
+
+    @classmethod
+    def build(cls, config: RateLimitConfig) -> RouterMiddleware:
+        from slime_router.rate_limit import RateLimiter
+
+        return RateLimiter(
+            requests_per_second=config.requests_per_second, burst=config.burst, max_wait_s=config.max_wait_s
+        )
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [Example(options={"requests_per_second": 500, "burst": 2})]
+
+
+class Retry(MiddlewareDriver):
+    """Sends a request again that no engine took, or whose engine was lost before it answered; nothing else."""
+
+    Config = RetryConfig
+
+    @classmethod
+    def build(cls, config: RetryConfig) -> RouterMiddleware:
+        from slime_router.retry import Retries
+
+        return Retries(
+            attempts=config.attempts,
+            backoff_s=config.backoff_s,
+            max_backoff_s=config.max_backoff_s,
+            deadline_s=config.deadline_s,
+        )
+
+
+class Record(MiddlewareDriver):
+    """Writes requests and answers to a file, or answers from such a file without an engine."""
+
+    Config = RecordConfig
+
+    @classmethod
+    def build(cls, config: RecordConfig) -> RouterMiddleware:
+        from slime_router.record import Recorder, Replayer
+        from slime_router.recording import RecordingReader, RecordingWriter
+
+        path = Path(config.path)
+        if config.mode == "record":
+            return Recorder(RecordingWriter(path))
+        return Replayer(RecordingReader(path), forward=config.on_missing == "forward")
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        empty = folder / "empty.jsonl"
+        empty.touch()
+        return [
+            Example(options={"path": str(folder / "answers.jsonl")}),
+            Example(options={"path": str(empty), "mode": "replay", "on_missing": "forward"}),
+        ]
+
+
+class RadixCache(MiddlewareDriver):
+    """Turns the text of a conversation into the very tokens that the engines saw and wrote, never into other ones."""
+
+    Config = RadixCacheConfig
+
+    @classmethod
+    def build(cls, config: RadixCacheConfig) -> RouterMiddleware:
+        from slime_router.conversations import Conversations
+        from slime_router.pieces import load_tokenizer
+        from slime_router.radix_cache import ExactTokens
+
+        conversations = Conversations(max_bytes=config.max_bytes, keep_versions=config.keep_versions)
+        return ExactTokens(load_tokenizer(Path(config.tokenizer)), conversations)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": {chr(97 + n): n for n in range(26)}, "unk_token": "a"},
+        }
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return [Example(options={"tokenizer": str(folder)})]

@@ -1,0 +1,56 @@
+"""record: answers into a file, and out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime_core.contracts.middleware import Next, RouterMiddleware
+from slime_core.errors import DataError
+from slime_router.recording import RecordingReader, RecordingWriter
+
+if TYPE_CHECKING:
+    from slime_core.types.completion import Completion, GenerateRequest
+
+
+class Recorder(RouterMiddleware):
+    """Writes down every answer before it goes on. Requests that failed leave nothing."""
+
+    def __init__(self, writer: RecordingWriter) -> None:
+        self._writer = writer
+        self._recorded = 0
+
+    async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion:
+        completion = await call_next(request)
+        self._writer.add(request, completion)
+        self._recorded += 1
+        return completion
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"recorded": self._recorded}
+
+
+class Replayer(RouterMiddleware):
+    """Answers from a recording: what was asked twice is answered twice, in the order of the recording."""
+
+    def __init__(self, reader: RecordingReader, *, forward: bool) -> None:
+        self._reader = reader
+        self._forward = forward
+        self._replayed = 0
+        self._missing = 0
+
+    async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion:
+        completion = self._reader.take(request)
+        if completion is not None:
+            self._replayed += 1
+            return completion
+        self._missing += 1
+        if self._forward:
+            return await call_next(request)
+        raise DataError(
+            f"request {request.request_id}: no answer to it was recorded, or they are used up. Other weights, sampling, "
+            'seeds or data ask other questions; on_missing = "forward" asks the engine.'
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"replayed": self._replayed, "missing": self._missing}

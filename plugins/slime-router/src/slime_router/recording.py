@@ -1,0 +1,156 @@
+"""Recording: requests and answers in a file, one line of JSON each, found again by what was asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from slime_core.errors import DataError, StorageError
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.sample import VersionSpan
+from slime_router.wire import WireCompletion
+
+NONE: Final = msgspec.Raw(b"null")
+
+
+class Keyed(msgspec.Struct):
+    """What is read of every line at the start."""
+
+    key: str
+
+
+class Line(msgspec.Struct):
+    """One request and its answer: `body` as SGLang gave it, where it came over HTTP, else `completion`."""
+
+    key: str
+    request: dict[str, Any]
+    completion: dict[str, Any] | None = None
+    body: msgspec.Raw = NONE
+    engine_index: int = 0
+
+
+key_decoder: Final = msgspec.json.Decoder(Keyed)
+line_decoder: Final = msgspec.json.Decoder(Line)
+
+
+def key_of(request: GenerateRequest) -> str:
+    """Equal for equal questions: prompt, sampling and seed; not the request's id, which a retry changes."""
+    asked = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))
+
+
+class RecordingWriter:
+    """Adds to the file; every line is with the operating system when `add` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def add(self, request: GenerateRequest, completion: Completion) -> None:
+        line: dict[str, Any] = {
+            "key": key_of(request),
+            "request": {
+                "request_id": request.request_id,
+                "session_id": request.session_id,
+                "text": request.text,
+                "token_ids": request.token_ids.tolist(),
+                "sampling": asdict(request.sampling),
+                "seed": request.seed,
+            },
+            "engine_index": completion.engine_index,
+        }
+        if isinstance(completion, WireCompletion):
+            line["body"] = one_line(completion.body)
+        else:
+            line["completion"] = as_json(completion)
+        data = msgspec.json.encode(line) + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise StorageError(f"{self._path}: an answer could not be recorded: {error.strerror}") from None
+        if written != len(data):
+            raise StorageError(f"{self._path}: an answer could not be recorded: the disk took only a part of it")
+
+
+class RecordingReader:
+    """Finds answers again. Only places in the file are kept in memory. DataError if a line is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: defaultdict[str, deque[tuple[int, int, int]]] = defaultdict(deque)
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be replayed: {error.strerror}") from None
+        start = 0
+        for number, line in enumerate(self._file, 1):
+            # A recording that was killed ends within a line, whose request then has no answer.
+            if line.endswith(b"\n"):
+                try:
+                    self._places[key_decoder.decode(line).key].append((number, start, len(line)))
+                except msgspec.MsgspecError as error:
+                    raise DataError(f"{path}:{number}: not a recorded answer: {error}") from None
+            start += len(line)
+
+    def take(self, request: GenerateRequest) -> Completion | None:
+        """The answer to an equal question, in the order of the recording; each is given once. None: there is no more."""
+        places = self._places.get(key_of(request))
+        if not places:
+            return None
+        number, start, length = places.popleft()
+        self._file.seek(start)
+        try:
+            line = line_decoder.decode(self._file.read(length))
+            if bytes(line.body) != b"null":
+                return WireCompletion.of(
+                    [bytes(line.body)], request_id=request.request_id, engine_index=line.engine_index
+                )
+            return from_json(line.completion or {}, request.request_id, line.engine_index)
+        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+            raise DataError(f"{self._path}:{number}: not a recorded answer: {error}") from None
+
+
+def one_line(body: bytes) -> msgspec.Raw:
+    """JSON has line breaks only between its parts, where they say nothing."""
+    return msgspec.Raw(body.replace(b"\n", b" ").replace(b"\r", b" "))
+
+
+def as_json(completion: Completion) -> Mapping[str, Any]:
+    prompt = completion.prompt_token_ids
+    return {
+        "token_ids": completion.token_ids.tolist(),
+        "log_probs": completion.log_probs.tolist(),
+        "finish_reason": completion.finish_reason.value,
+        "spans": completion.spans,
+        "cached_tokens": completion.cached_tokens,
+        "extra": completion.extra,
+        "prompt_token_ids": None if prompt is None else prompt.tolist(),
+    }
+
+
+def from_json(fields: Mapping[str, Any], request_id: str, engine_index: int) -> Completion:
+    prompt = fields["prompt_token_ids"]
+    # NaN, where an engine gave no log-probs, is null in JSON.
+    log_probs = [np.nan if value is None else value for value in fields["log_probs"]]
+    return Completion(
+        request_id=request_id,
+        token_ids=np.array(fields["token_ids"], np.int32),
+        log_probs=np.array(log_probs, np.float32),
+        finish_reason=FinishReason(fields["finish_reason"]),
+        spans=tuple(VersionSpan(*span) for span in fields["spans"]),
+        cached_tokens=fields["cached_tokens"],
+        engine_index=engine_index,
+        extra=dict(fields["extra"]),
+        prompt_token_ids=None if prompt is None else np.array(prompt, np.int32),
+    )

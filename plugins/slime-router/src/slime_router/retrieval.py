@@ -1,0 +1,41 @@
+"""POST /retrieve_from_text: the exact tokens of a conversation, for who trains on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slime_router.server.json_answer import json_answer, json_error
+from slime_router.server.session_key import SESSION_KEY
+
+if TYPE_CHECKING:
+    from slime_router.radix_cache import ExactTokens
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """What is posted; the session is named by the header of /generate."""
+
+    text: str
+
+
+def retrieval(cache: ExactTokens) -> Route:
+    async def retrieve_from_text(request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=Asked)
+        except msgspec.MsgspecError as error:
+            return json_error(400, f'{error}; {{"text": "..."}} is wanted')
+        found = await cache.retrieve(asked.text, request.headers.get(SESSION_KEY))
+        return json_answer(
+            {
+                "tokens": found.token_ids.tolist(),
+                "log_probs": found.log_probs.tolist(),
+                "loss_mask": found.loss_mask.tolist(),
+                "weight_versions": [span._asdict() for span in found.spans],
+            }
+        )
+
+    return Route("/retrieve_from_text", retrieve_from_text, methods=["POST"])

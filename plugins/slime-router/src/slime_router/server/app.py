@@ -1,0 +1,116 @@
+"""The ASGI app."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol, runtime_checkable
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from slime_core.config.bound import Part
+from slime_core.errors import ConfigError
+from slime_router.server.engines import Engines
+from slime_router.server.gate import Gate
+from slime_router.server.generate import Generate
+from slime_router.server.json_answer import json_answer, json_error
+from slime_router.server.metrics import Metrics, MiddlewareCollector, UpstreamCollector
+from slime_router.server.settings import Settings
+from slime_router.server.upstreams import Upstream, Upstreams
+
+
+@runtime_checkable
+class HasRoutes(Protocol):
+    """A middleware that the router serves more of than /generate."""
+
+    def routes(self) -> Sequence[BaseRoute]: ...
+
+
+class NewWorker(msgspec.Struct):
+    """What is posted to /workers; sglang-router takes more, which says nothing here."""
+
+    url: str
+    worker_type: str = "regular"
+
+
+def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) -> ASGIApp:
+    """`parts`: the middlewares, outermost first."""
+    engines = Engines(upstreams, settings)
+    metrics = Metrics()
+    middlewares = [part.build() for part in parts]
+    by_name: dict[str, list[object]] = {}
+    for part, middleware in zip(parts, middlewares, strict=True):
+        by_name.setdefault(part.name, []).append(middleware)
+    metrics.registry.register(UpstreamCollector(upstreams))
+    metrics.registry.register(MiddlewareCollector(by_name))  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await engines.open()
+        yield
+        await engines.close()
+
+    async def health(request: Request) -> Response:
+        up = sum(upstream.up for upstream in upstreams)
+        return json_answer({"status": "ok" if up else "no upstream is up", "up": up}, 200 if up else 503)
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def workers(request: Request) -> Response:
+        if request.method == "GET":
+            listed = [shown(upstream) for upstream in upstreams]
+            return json_answer({"workers": listed, "total": len(listed), "stats": {"regular_count": len(listed)}})
+        try:
+            upstream = upstreams.add(msgspec.json.decode(await request.body(), type=NewWorker).url)
+        except msgspec.MsgspecError as error:
+            return json_error(422, f'{error}; {{"url": "http://HOST:PORT"}} is wanted')
+        except ConfigError as error:
+            return json_error(422, str(error).replace("--upstream", "url"))
+        location = f"/workers/{upstream.id}"
+        accepted = {"status": "accepted", "worker_id": upstream.id, "url": upstream.url, "location": location}
+        return json_answer(accepted, 202, {"location": location})
+
+    async def worker(request: Request) -> Response:
+        upstream = upstreams.find(request.path_params["id"])
+        if upstream is None:
+            return json_error(404, f"no worker {request.path_params['id']}; GET /workers lists them")
+        if request.method == "GET":
+            return json_answer(shown(upstream))
+        upstreams.remove(upstream)
+        return json_answer({"status": "accepted", "worker_id": upstream.id}, 202)
+
+    async def abort(request: Request) -> Response:
+        engines.abort_everywhere(await request.body())
+        return json_answer({"status": "accepted"})
+
+    routes: list[BaseRoute] = [
+        Route("/generate", Generate(engines, upstreams, middlewares, settings, metrics), methods=["POST"]),
+        Route("/abort_request", abort, methods=["POST"]),
+        Route("/workers", workers, methods=["GET", "POST"]),
+        Route("/workers/{id}", worker, methods=["GET", "DELETE"]),
+        Route("/health", health),
+        Route("/metrics", show_metrics),
+    ]
+    for middleware in middlewares:
+        if isinstance(middleware, HasRoutes):
+            routes += middleware.routes()
+    return Gate(Starlette(routes=routes, lifespan=lifespan), settings.token)
+
+
+def shown(upstream: Upstream) -> dict[str, object]:
+    """As sglang-router shows a worker."""
+    return {
+        "id": upstream.id,
+        "url": upstream.url,
+        "worker_type": "regular",
+        "is_healthy": upstream.up,
+        "load": upstream.in_flight,
+        "connection_mode": "HTTP",
+    }

@@ -1,0 +1,137 @@
+"""The command `slime-router`."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from slime_core import groups
+from slime_core.config.bind import Binder
+from slime_core.config.bound import Part
+from slime_core.config.plugin_table import PluginTable
+from slime_core.errors import ConfigError, SlimeError, StorageError
+from slime_core.registry import Registry
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def serve(
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address of an engine or of sglang-router; may be given several times, or later by /workers."
+        ),
+    ] = None,
+    middleware: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of a middleware, or a TOML table with its options, such as "
+            "'{ name = \"retry\", attempts = 5 }'; outermost first."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 30000,
+    token_file: Annotated[
+        Path, typer.Option(help="File with the bearer token that callers must bring; made if it is not there.")
+    ] = Path("slime-router.token"),
+    no_token: Annotated[bool, typer.Option("--no-token", help="Let everybody in who can reach the port.")] = False,
+    upstream_token_file: Annotated[
+        Path | None, typer.Option(help="File with the bearer token that the upstreams want.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request as a whole.", min=0.001)] = 14400.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds for connecting to an upstream.", min=0.001)] = 30.0,
+    health_interval: Annotated[float, typer.Option(help="Seconds between probes of an upstream.", min=0.01)] = 5.0,
+    max_in_flight: Annotated[
+        int, typer.Option(help="Requests served at a time; others get status 503.", min=1)
+    ] = 10_000,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Middlewares in front of SGLang engines, or of sglang-router."""
+    parts = bind_middlewares(middleware or [])
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f'--log-level "{log_level}": one of debug, info, warning, error is wanted.')
+    if no_token and not is_loopback(host):
+        raise ConfigError(
+            f"--no-token with --host {host}: whoever reaches this machine could use the engines. Leave it out."
+        )
+
+    from slime_router.server.app import create_app
+    from slime_router.server.serve import listen, run
+    from slime_router.server.settings import Settings
+    from slime_router.server.upstreams import Upstreams
+
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    settings = Settings(
+        timeout_s=timeout,
+        connect_timeout_s=connect_timeout,
+        health_interval_s=health_interval,
+        max_in_flight=max_in_flight,
+        token=None if no_token else token_from(token_file, create=True),
+        upstream_token=None if upstream_token_file is None else token_from(upstream_token_file, create=False),
+    )
+    asgi = create_app(Upstreams(upstream or [], settings), parts, settings)
+    socket = listen(host, port)
+    shown_host = f"[{host}]" if ":" in host else host
+    told = "no token asked" if no_token else f"token in {token_file}"
+    print(f"slime-router listens on http://{shown_host}:{socket.getsockname()[1]}, {told}", flush=True)
+    run(asgi, socket, log_level=log_level)
+
+
+def bind_middlewares(texts: list[str]) -> tuple[Part, ...]:
+    """ConfigError with everything that is wrong with them."""
+    binder = Binder(Registry.from_environment(), Path.cwd(), [])
+    tables = []
+    for text in texts:
+        try:
+            tables.append(PluginTable.model_validate(table_of(text)))
+        except (tomllib.TOMLDecodeError, ValidationError):
+            binder.problems.append(
+                f"--middleware '{text}': a name is wanted, or a TOML table such as {{ name = \"retry\", attempts = 5 }}."
+            )
+    parts = binder.parts(groups.MIDDLEWARES, tables, "--middleware")
+    if binder.problems:
+        raise ConfigError(binder.problems)
+    return parts
+
+
+def table_of(text: str) -> Any:
+    return tomllib.loads(f"table = {text}")["table"] if text.lstrip().startswith("{") else text
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_from(file: Path, *, create: bool) -> str:
+    """The file's token. One that is made can be read by its owner alone."""
+    try:
+        if create and not file.exists():
+            file.touch(mode=0o600)
+            file.write_text(secrets.token_urlsafe(32) + "\n")
+        token = file.read_text().strip()
+    except OSError as error:
+        raise StorageError(f"{file}: the token cannot be read or written: {error.strerror}") from None
+    if not token:
+        raise ConfigError(f"{file}: there is no token in it. Remove it to have one made.")
+    return token
+
+
+def main() -> None:
+    """A SlimeError is one paragraph and its exit code."""
+    try:
+        app()
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,71 @@
+"""Server-sent events on their way through."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from slime_router.wire import answer_decoder
+
+END: Final = b"data: [DONE]\n\n"
+SEPARATOR: Final = b"\n\n"
+PREFIX: Final = b"data: "
+
+
+class Stream:
+    """Cuts what arrives into whole events, and keeps what a middleware may want to read at the end: the last event, where
+    each repeats what came before (SGLang's default), else all of them."""
+
+    def __init__(self, *, index: int | None, keep: bool) -> None:
+        self._rest = b""
+        self._keep = keep
+        self._stamp = None if index is None else b'data: {"index":%d,' % index
+        self._kept: list[bytes] = []
+        self._repeats: bool | None = None
+        self.ended = False
+        """The end was announced."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What can be passed on: whole events, without the announcement of the end."""
+        data = self._rest + chunk
+        end = data.rfind(SEPARATOR)
+        if end < 0:
+            self._rest = data
+            return b""
+        events, self._rest = data[: end + 2], data[end + 2 :]
+        if events.endswith(END):
+            self.ended = True
+            events = events[: -len(END)]
+        if self._keep and events:
+            self._note(events)
+        if self._stamp is not None and events:
+            # A blank line ends an event; within JSON there is none.
+            events = (SEPARATOR + events).replace(SEPARATOR + b"data: {", SEPARATOR + self._stamp)[len(SEPARATOR) :]
+        return events
+
+    def _note(self, events: bytes) -> None:
+        if self._repeats:
+            start = events.rfind(SEPARATOR, 0, -2)
+            self._kept = [events[start + 2 if start >= 0 else 0 : -2]]
+            return
+        self._kept += [event for event in events.split(SEPARATOR) if event]
+        if self._repeats is None and len(self._kept) > 1:
+            self._repeats = repeats(self._kept[1].removeprefix(PREFIX))
+            if self._repeats:
+                del self._kept[:-1]
+
+    @property
+    def parts(self) -> list[bytes]:
+        """JSON that together makes the whole answer."""
+        return [event.removeprefix(PREFIX) for event in self._kept]
+
+
+def repeats(second_event: bytes) -> bool:
+    """Whether it holds all tokens so far."""
+    try:
+        answer = answer_decoder.decode(second_event)
+    except msgspec.MsgspecError:
+        return True
+    completed = answer.meta_info.completion_tokens
+    return answer.output_ids is None or completed is None or len(answer.output_ids) >= completed

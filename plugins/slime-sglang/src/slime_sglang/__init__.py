@@ -1,0 +1,1 @@
+"""SGLang as slime's rollout engine."""

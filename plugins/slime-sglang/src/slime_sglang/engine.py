@@ -1,0 +1,570 @@
+"""SglangEngine: the engine contract over one or several SGLang servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from slime_core.contracts.engine import EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.transport import EngineEndpoint
+from slime_core.errors import EngineError, EngineRefused
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.weights import Bucket
+from slime_sglang.buckets import BucketOrder, payload
+from slime_sglang.connection import Connection, ConnectionLost, allow_connections, new_pool
+from slime_sglang.external import connect_external
+from slime_sglang.features import Features
+from slime_sglang.generation import RequestIds, Running, version_of
+from slime_sglang.launching import start_server
+from slime_sglang.process import ServerProcess
+from slime_sglang.router import Router, start_router
+from slime_sglang.server.checksum import ACTION
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+WATCH_S: Final = 0.25
+"""How often the engine looks whether its processes live."""
+ABORT_AGAIN_S: Final = 0.02
+"""An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
+time."""
+LONGEST_S: Final = 1.0
+ROUNDS: Final = 2
+"""Of aborts by id. SGLang passes on one abort for each id, and if that one came before its request, it is lost; after so
+many, all is aborted, and what was not meant is sent again."""
+PAUSE_POLL_S: Final = 0.005
+FLUSH_TRIES: Final = 60
+"""One a second: SGLang refuses while anything runs."""
+
+
+class SglangEngine(RolloutEngine):
+    """Every request is one POST on a shared pool of connections. While the engine is paused requests wait here, and
+    those that were running are sent again with their tokens so far; `engine.pause_mode` has the other ways.
+
+    Log-probs are those of the full vocabulary at the sampling temperature, except where 0 < min_new_tokens <
+    max_new_tokens: there SGLang leaves the end tokens out of the first tokens' distribution.
+    """
+
+    def __init__(self, config: SglangOptions) -> None:
+        self._config = config
+        self._setup: EngineSetup | None = None
+        self._pool: aiohttp.ClientSession | None = None
+        self._servers: list[Connection] = []
+        self._processes: list[ServerProcess] = []
+        self._router: Router | None = None
+        self._features = Features()
+        self._vocab_size = 0
+        self._version = -1
+        self._rids = RequestIds()
+        self._running: dict[str, Running] = {}
+        self._load: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[Completion]] = set()
+        self._watch: asyncio.Task[None] | None = None
+        self._failure: EngineError | None = None
+        self._incarnation = secrets.token_hex(8)
+        self._paused = False
+        self._pauses = 0
+        self._sweeps = 0
+        self._asleep = False
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Starts the servers, or finds the external ones. EngineError if one dies, hangs, or has another model."""
+        if self._setup is not None:
+            raise EngineError(f"engine {setup.index} has been started already.")
+        self._setup = setup
+        self._open = asyncio.Event()
+        self._open.set()
+        allow_connections(setup.max_batch, self._name)
+        self._pool = new_pool()
+        try:
+            await self._start_servers(setup, self._pool)
+            self._order = BucketOrder(setup.model_path, self._name)
+            self._vocab_size = vocab_size_of(setup)
+            found = [await Features.of(server, setup) for server in self._servers]
+            self._features = found[0].common(found[1:])
+            if self._config.pause_mode != "abort" and not self._features.version_spans:
+                raise EngineError(
+                    f'{self._name}: engine.pause_mode = "{self._config.pause_mode}" needs a server that reports versions by '
+                    f"token span; SGLang {self._features.sglang_version} does not. Use abort."
+                )
+            if self._config.router_policy != "none":
+                self._router = await start_router(self._config, setup, self._pool, self._servers)
+                self._processes.append(self._router.process)
+        except BaseException:
+            await self.stop()
+            raise
+        self._watch = asyncio.create_task(self._watch_processes(), name=f"engine-{setup.index}-watch")
+        entrance = self._servers[0] if self._router is None else self._router.connection
+        return EngineInfo(
+            capabilities=self._features.capabilities(self._config, setup),
+            address=entrance.address,
+            token=entrance.token,
+            pid=self._processes[0].pid if self._processes else None,
+        )
+
+    async def _start_servers(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> None:
+        if self._config.external_engine_addrs:
+            self._servers = connect_external(self._config, setup, pool)
+            return
+        starting = [
+            asyncio.create_task(start_server(self._config, setup, place, pool)) for place in range(self._config.servers)
+        ]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            for outcome in await asyncio.gather(*starting, return_exceptions=True):
+                if not isinstance(outcome, BaseException):
+                    self._servers.append(outcome.connection)
+                    self._processes.append(outcome.process)
+
+    async def _watch_processes(self) -> None:
+        """A process that dies ends every request at once, whatever its connections say."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for process in self._processes:
+                if process.exit_code is not None:
+                    self._fail(
+                        EngineError(
+                            f"{self._name}: its process {process.pid} {process.ending}. Last lines of {process.log}:\n"
+                            f"{process.last_lines()}"
+                        )
+                    )
+                    return
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
+        if self._failure is None and self._setup is not None:
+            self._fail(EngineError(f"{self._name} was stopped."))
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        processes, self._processes = self._processes, []
+        await asyncio.gather(*(process.stop() for process in processes))
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+
+    async def health(self) -> None:
+        """Asks each server; a paused one is not asked to generate."""
+        self._ready()
+        before = self._pauses
+        if not (self._paused or self._asleep):
+            try:
+                await self._ask_health("/health_generate")
+                return
+            except EngineError:
+                # A pause ends the token that it asked for.
+                if not self._paused and self._pauses == before:
+                    raise
+        await self._ask_health("/health")
+
+    async def _ask_health(self, path: str) -> None:
+        await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
+
+    @property
+    def _name(self) -> str:
+        return "engine sglang" if self._setup is None else f"engine {self._setup.index}"
+
+    def _ready(self) -> EngineSetup:
+        if self._setup is None:
+            raise EngineError("engine sglang: not started; call start first.")
+        if self._failure is not None:
+            raise self._failure
+        return self._setup
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Raises EngineRefused for a request that cannot be served, before any of the call runs."""
+        tasks = self._enter(requests)
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await self._leave(tasks)
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        """As `generate`, each answer when it ends."""
+        tasks = self._enter(requests)
+        ended: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        try:
+            for _ in tasks:
+                yield (await ended.get()).result()
+        finally:
+            await self._leave(tasks)
+
+    def _enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
+        setup = self._ready()
+        if self._asleep:
+            raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
+        self._check(requests)
+        runs = [Running(request) for request in requests]
+        self._running |= {run.request.request_id: run for run in runs}
+        tasks = [asyncio.create_task(self._serve(run, setup)) for run in runs]
+        self._tasks.update(tasks)
+        return tasks
+
+    async def _leave(self, tasks: Sequence[asyncio.Task[Completion]]) -> None:
+        """Whose caller goes away is ended; closing its connection makes the server abort it."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.difference_update(tasks)
+
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+        for params in {request.sampling for request in requests}:
+            problem = sampling_problem(params, self._vocab_size, self._features)
+            if problem:
+                raise EngineRefused(f"{self._name}: {problem}.")
+        counts = Counter(request.request_id for request in requests)
+        twice = [name for name, count in counts.items() if count > 1 or name in self._running]
+        if twice:
+            raise EngineRefused(
+                f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
+            )
+        for request in requests:
+            tokens = request.token_ids
+            if not len(tokens):
+                raise EngineRefused(
+                    f"{self._name}: request {request.request_id} has no tokens; a prompt needs at least one."
+                )
+            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+                raise EngineRefused(
+                    f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
+                    f"{self._vocab_size}. Prompt and engine must use one tokenizer."
+                )
+
+    async def _serve(self, run: Running, setup: EngineSetup) -> Completion:
+        """The whole answer, over as many parts as publishes break it into."""
+        try:
+            while True:
+                room = setup.max_context_len - len(run.request.token_ids) - len(run.token_ids)
+                if min(room, run.request.sampling.max_new_tokens - len(run.token_ids)) <= 0:
+                    return run.completion(FinishReason.LENGTH, setup.index)
+                while not self._open.is_set() and not run.aborted:
+                    await self._open_or_aborted(run)
+                if run.aborted:
+                    return run.completion(FinishReason.ABORT, setup.index)
+                reason = await self._ask(run, room)
+                if reason is not FinishReason.ABORT and not self._open.is_set() and not run.aborted:
+                    # It ended just before a pause; between pause and resume nothing is answered.
+                    await self._open_or_aborted(run)
+                # Broken off by a pause or a sweep, it goes on; ended by someone else's abort, it does not.
+                swept = run.sweep != self._sweeps
+                if reason is not FinishReason.ABORT or run.aborted or (self._open.is_set() and not swept):
+                    return run.completion(reason, setup.index)
+                run.break_off()
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            run.ended.set()
+            self._running.pop(run.request.request_id, None)
+
+    async def _open_or_aborted(self, run: Running) -> None:
+        waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(run.ended.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _ask(self, run: Running, room: int) -> FinishReason:
+        """One part of the answer. A connection that was closed on the way is replaced once, where it is asked again."""
+        try:
+            return await self._ask_once(run, room)
+        except ConnectionLost:
+            self._ready()
+            return await self._ask_once(run, room)
+
+    async def _ask_once(self, run: Running, room: int) -> FinishReason:
+        session = run.request.session_id
+        place = 0
+        if self._router is not None:
+            server = self._router.connection
+        else:
+            place = self._place(session)
+            server = self._servers[place]
+        # In abort mode no weights change while a request runs.
+        expected = self._version if self._config.pause_mode == "abort" else None
+        headers = None if session is None else {"X-SMG-Routing-Key": session}
+        run.rid = self._rids.next_for(run.request.request_id)
+        run.sweep = self._sweeps
+        self._load[place] += 1
+        try:
+            reply = await server.post(
+                "/generate", run.body(room), timeout_s=self._config.request_timeout, headers=headers
+            )
+        finally:
+            self._load[place] -= 1
+        return run.take(reply, expected_version=expected, vocab_size=self._vocab_size, server=server.name)
+
+    def _place(self, session: str | None) -> int:
+        """The server with the least requests; a session stays where it was."""
+        if session is not None:
+            return sum(session.encode()) % len(self._servers)
+        return min(range(len(self._servers)), key=lambda place: self._load[place])
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
+        self._ready()
+        names = list(self._running) if request_ids is None else [name for name in request_ids if name in self._running]
+        for name in names:
+            self._running[name].aborted = True
+        await self._end({name: self._running[name] for name in names})
+
+    async def _end(self, runs: dict[str, Running]) -> None:
+        """Says it to the servers until each of these requests has its answer."""
+        for run in runs.values():
+            if run.aborted and not self._open.is_set():
+                run.ended.set()
+        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        patience = ABORT_AGAIN_S
+        rounds = 0
+        while left := [run for name, run in runs.items() if self._running.get(name) is run]:
+            self._ready()
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
+            calls: list[Mapping[str, Any]] = [{"rid": run.rid} for run in left if run.rid]
+            rounds += 1
+            if len(left) == len(self._running) or rounds > ROUNDS:
+                # What was not meant goes on as after a pause.
+                self._sweeps += 1
+                calls = [{"abort_all": True}]
+            await asyncio.gather(*(self._post_all("/abort_request", call) for call in calls))
+            waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
+            await asyncio.wait(waits, timeout=patience)
+            patience = min(2 * patience, LONGEST_S)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.sleep(0)
+
+    # ---------------------------------------------------------------- weights
+
+    async def pause(self) -> None:
+        """See `engine.pause_mode`. Pausing twice does nothing."""
+        self._ready()
+        if self._paused:
+            return
+        self._paused = True
+        self._pauses += 1
+        self._open.clear()
+        if self._config.pause_mode == "abort":
+            await self._break_off_all()
+        await self._post_all("/pause_generation", {"mode": self._config.pause_mode})
+
+    async def _break_off_all(self) -> None:
+        """Ends all parts that are on servers; their requests stay."""
+        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        while any(self._load.values()):
+            self._ready()
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(
+                    f"{self._name}: {sum(self._load.values())} requests have not ended for a pause in time."
+                )
+            await self._post_all("/abort_request", {"abort_all": True})
+            for _ in range(20):
+                if not any(self._load.values()):
+                    break
+                await asyncio.sleep(PAUSE_POLL_S)
+
+    async def resume(self) -> None:
+        """Raises EngineError if a version is partly loaded."""
+        self._ready()
+        if self._order.incomplete:
+            raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
+        if not self._paused:
+            return
+        await self._post_all("/continue_generation", {})
+        self._paused = False
+        self._open.set()
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """See `BucketOrder.check`; also EngineError while not paused, since SGLang would wait for running requests."""
+        self._ready()
+        if self._asleep or not self._paused:
+            raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
+        self._order.check(bucket)
+        self._order.incomplete = True
+        await asyncio.gather(*(self._send(server, bucket) for server in self._servers))
+        self._order.loaded(bucket)
+        if bucket.last:
+            await self.version_loaded(bucket.version)
+
+    async def _send(self, server: Connection, bucket: Bucket) -> None:
+        # Servers that the engine started are on its machine.
+        with payload(bucket, shared=not self._config.external_engine_addrs) as serialized:
+            body: dict[str, Any] = {
+                "serialized_named_tensors": [serialized] * self._features.tp_size,
+                "load_format": "flattened_bucket",
+                # With waiting requests SGLang would die of it.
+                "flush_cache": False,
+            }
+            if bucket.last:
+                body["weight_version"] = str(bucket.version)
+            await self.control(server, "/update_weights_from_tensor", body)
+
+    async def version_loaded(self, version: int) -> None:
+        """A transport has brought all of a version, and told the servers its number: drops cached prefixes of the
+        versions before. EngineError if a server has another version."""
+        self._order.incomplete = False
+        self._version = version
+        held = await self._versions()
+        if set(held) != {version}:
+            self._order.incomplete = True
+            raise EngineError(f"{self._name}: version {version} was loaded, but its servers say {held}.")
+        if self._config.pause_mode == "abort":
+            await asyncio.gather(*(self._flush(server) for server in self._servers))
+
+    async def _flush(self, server: Connection) -> None:
+        for attempt in range(FLUSH_TRIES):
+            try:
+                await server.ask("POST", "/flush_cache", {}, timeout_s=self._config.control_timeout)
+                return
+            except EngineError as error:
+                if "status 400" not in str(error) or attempt == FLUSH_TRIES - 1:
+                    raise
+            await asyncio.sleep(1.0)
+
+    async def version(self) -> int:
+        """As the servers say. EngineError if they differ, or hold what this run has not given them."""
+        self._ready()
+        held = await self._versions()
+        if len(set(held)) > 1:
+            raise EngineError(f"{self._name}: its servers have different versions: {held}.")
+        if self._version >= 0 and held[0] != self._version and not self._order.incomplete:
+            raise EngineError(f"{self._name}: it was given version {self._version}, but its servers say {held[0]}.")
+        return held[0]
+
+    async def _versions(self) -> list[int]:
+        answers = await asyncio.gather(
+            *(server.get("/model_info", timeout_s=self._config.control_timeout) for server in self._servers)
+        )
+        held = []
+        for server, answer in zip(self._servers, answers, strict=True):
+            try:
+                held.append(version_of(answer["weight_version"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise EngineError(
+                    f"{server.name}: /model_info names no version that slime has given: {answer}"
+                ) from error
+        return held
+
+    async def checksum(self) -> str:
+        """Of the tensors as they are in the servers' memory, under their Hugging Face names. EngineError for servers
+        that slime did not start, for several devices a server, and for quantised or fused tensors."""
+        self._ready()
+        answers = await asyncio.gather(
+            *(self.control(server, "/weights_checker", {"action": ACTION}) for server in self._servers)
+        )
+        sums = {str(answer["ranks"][0]["per_gpu_checksum"]) for answer in answers}
+        if len(sums) > 1:
+            raise EngineError(f"{self._name}: its servers have different weights: checksums {', '.join(sorted(sums))}.")
+        return sums.pop()
+
+    # ---------------------------------------------------------------- memory
+
+    async def sleep(self) -> None:
+        """Frees what SGLang's memory saver holds (`engine.offload`); the weights are kept on the host."""
+        self._ready()
+        if self._asleep:
+            return
+        if self._running:
+            raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
+        await asyncio.gather(*(self._flush(server) for server in self._servers))
+        await self._post_all("/release_memory_occupation", {})
+        self._asleep = True
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """All memory again, or that of `tags`: weights, kv_cache, cuda_graph. It is awake when it has all."""
+        self._ready()
+        if not self._asleep:
+            return
+        await self._post_all("/resume_memory_occupation", {"tags": None if tags is None else list(tags)})
+        if tags is None or "kv_cache" in tags:
+            self._asleep = False
+
+    # ---------------------------------------------------------------- what transports use
+
+    async def endpoints(self) -> list[EngineEndpoint]:
+        """EngineError unless the engine is paused: SGLang would wait for running requests."""
+        setup = self._ready()
+        if self._asleep or not self._paused:
+            raise EngineError(f"{self._name}: new weights need a paused engine that is awake; call pause first.")
+        # A version counts once all of it is there.
+        self._order.incomplete = True
+        return [
+            EngineEndpoint(
+                index=setup.index,
+                url=server.address,
+                token=server.token,
+                num_ranks=self._features.tp_size * self._features.pp_size,
+                incarnation=self._incarnation,
+            )
+            for server in self._servers
+        ]
+
+    async def weights_sent(self, version: int) -> None:
+        self._ready()
+        await self.version_loaded(version)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The same call to every server of the engine, with its token and the control timeout; answers by server."""
+        self._ready()
+        return list(await asyncio.gather(*(self.control(server, path, body) for server in self._servers)))
+
+    async def control(self, server: Connection, path: str, body: Mapping[str, Any]) -> Any:
+        """EngineError also where SGLang answers that it has not succeeded."""
+        answer = await server.post(path, body, timeout_s=self._config.control_timeout)
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            raise EngineError(f"{server.name}: {path}: {answer.get('message')}")
+        return answer
+
+    async def _post_all(self, path: str, body: Mapping[str, Any]) -> None:
+        await asyncio.gather(
+            *(server.post(path, body, timeout_s=self._config.control_timeout) for server in self._servers)
+        )
+
+
+def vocab_size_of(setup: EngineSetup) -> int:
+    """Of the model's embedding."""
+    config = json.loads((setup.model_path / "config.json").read_text())
+    text = config.get("text_config") or config
+    return int(text["vocab_size"])
+
+
+def sampling_problem(params: SamplingParams, vocab_size: int, features: Features) -> str | None:
+    if not 0 <= params.temperature < float("inf"):
+        return f"temperature = {params.temperature}: must be 0 (greedy) or above"
+    if not 0 < params.top_p <= 1:
+        return f"top_p = {params.top_p}: must be above 0 and at most 1"
+    if params.top_k < -1 or params.top_k == 0:
+        return f"top_k = {params.top_k}: must be above 0, or -1 for all"
+    if params.max_new_tokens < 0 or params.min_new_tokens < 0:
+        return f"max_new_tokens = {params.max_new_tokens}, min_new_tokens = {params.min_new_tokens}: must be 0 or above"
+    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
+    if "" in params.stop:
+        return "stop has an empty string, which every text ends with"
+    if params.stop and not features.tokenizer:
+        return "stop strings need a tokenizer in the model folder; use stop_token_ids"
+    return None

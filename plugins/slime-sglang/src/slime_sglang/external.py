@@ -1,0 +1,42 @@
+"""Servers that somebody else started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import EngineError
+from slime_sglang.connection import Connection
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+
+def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[Connection]:
+    """Those of this engine, in order. EngineError if there are too few."""
+    first = setup.index * config.servers
+    addresses = config.external_engine_addrs[first : first + config.servers]
+    if len(addresses) < config.servers:
+        raise EngineError(
+            f"engine {setup.index}: engine.external_engine_addrs names {len(config.external_engine_addrs)} servers, but "
+            f"{setup.index + 1} engines of {config.servers} need {first + config.servers}. Name more, or lower "
+            "launcher.rollout_num_gpus."
+        )
+    token = None if config.external_engine_token_file is None else read_token(config.external_engine_token_file)
+    return [
+        Connection(pool, address if "://" in address else f"http://{address}", token, f"engine {setup.index}")
+        for address in (address.rstrip("/") for address in addresses)
+    ]
+
+
+def read_token(path: str) -> str:
+    try:
+        token = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"engine.external_engine_token_file = {path}: cannot be read: {error}.") from error
+    if not token or len(token.split()) != 1:
+        raise EngineError(f"engine.external_engine_token_file = {path}: must hold one token and nothing else.")
+    return token

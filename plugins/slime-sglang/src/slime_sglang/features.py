@@ -1,0 +1,113 @@
+"""Features: what a server said that it is and can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.contracts.engine import Capability, EngineSetup
+from slime_core.errors import EngineError
+from slime_sglang.connection import Connection
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+TIMEOUT_S = 60.0
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Keys of config.json that tell one model from another of its architecture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    sglang_version: str = "unknown"
+    tp_size: int = 1
+    pp_size: int = 1
+    tokenizer: bool = True
+    deterministic: bool = False
+    memory_saver: bool = False
+    version_spans: bool = False
+
+    @classmethod
+    async def of(cls, server: Connection, setup: EngineSetup) -> Features:
+        """Asks the server. EngineError if it has another model than the run, or no answer of SGLang's."""
+        args = await server.get("/server_info", timeout_s=TIMEOUT_S)
+        model = await server.get("/model_info", timeout_s=TIMEOUT_S)
+        if not isinstance(args, Mapping) or not isinstance(model, Mapping) or "weight_version" not in model:
+            raise EngineError(
+                f"{server.name} does not answer like SGLang: /server_info {str(args)[:150]}, /model_info {str(model)[:150]}."
+            )
+        require_same_model(server, model, setup)
+        return cls(
+            sglang_version=str(args.get("version", "unknown")),
+            tp_size=int(args.get("tp_size") or 1),
+            pp_size=int(args.get("pp_size") or 1),
+            tokenizer=not args.get("skip_tokenizer_init"),
+            deterministic=bool(args.get("enable_deterministic_inference")),
+            memory_saver=bool(args.get("enable_memory_saver")),
+            version_spans=await reports_spans(server),
+        )
+
+    def common(self, others: Iterable[Features]) -> Features:
+        """What all servers of an engine can do."""
+        result = self
+        for other in others:
+            if (other.tp_size, other.pp_size) != (self.tp_size, self.pp_size):
+                raise EngineError("the servers of one engine must have equal tp_size and pp_size.")
+            result = replace(
+                result,
+                tokenizer=result.tokenizer and other.tokenizer,
+                deterministic=result.deterministic and other.deterministic,
+                memory_saver=result.memory_saver and other.memory_saver,
+                version_spans=result.version_spans and other.version_spans,
+            )
+        return result
+
+    def capabilities(self, config: SglangOptions, setup: EngineSetup) -> frozenset[Capability]:
+        offered = set()
+        if self.deterministic:
+            offered |= {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT}
+        if config.pause_mode == "abort" or self.version_spans:
+            offered.add(Capability.VERSION_SPANS)
+        if self.memory_saver or setup.device == "cpu":
+            offered.add(Capability.SLEEP)
+        return frozenset(offered)
+
+
+async def reports_spans(server: Connection) -> bool:
+    """Generates a token to see."""
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    answer = await server.post("/generate", body, timeout_s=10 * TIMEOUT_S)
+    try:
+        return "weight_versions" in answer["meta_info"]
+    except (KeyError, TypeError) as error:
+        raise EngineError(f"{server.name} does not answer like SGLang: /generate {str(answer)[:300]}.") from error
+
+
+def require_same_model(server: Connection, model: Mapping[str, Any], setup: EngineSetup) -> None:
+    own = read_config(setup.model_path)
+    told = {key: model.get(key) for key in ("model_type", "architectures")}
+    # Where its folder is on another machine, wrong shapes show when weights are loaded.
+    theirs = read_config(Path(str(model.get("model_path"))))
+    found = told | {key: theirs[key] for key in SIZES if key in theirs}
+    problems = [
+        f"{key} {value} instead of {own[key]}"
+        for key, value in found.items()
+        if value is not None and own.get(key) is not None and value != own[key]
+    ]
+    if problems:
+        raise EngineError(
+            f"{server.name} has another model than the run: {', '.join(problems)}. It serves {model.get('model_path')}, "
+            f"the run trains {setup.model_path}."
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; empty if there is none."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config

@@ -1,0 +1,169 @@
+"""The options and the environment of a server of the run, and its start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import EngineError
+from slime_sglang.connection import Connection
+from slime_sglang.plugin import server_options
+from slime_sglang.process import ServerProcess, free_port
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+MODULE: Final = "slime_sglang.server.launch"
+POLL_S: Final = 0.25
+ANSWER_S: Final = 3.0
+"""For a server that is up; one that is not may leave a question unanswered."""
+ATTEMPTS: Final = 3
+"""Ports that are tried: between finding a free one and using it, somebody else may take it."""
+DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+MARGIN: Final = 8
+"""Tokens beyond the run's longest sequence: SGLang cuts answers a little before its context is full, and says nothing."""
+
+ON_CPU: Final[Mapping[str, Any]] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "mem_fraction_static": 0.3,
+}
+"""What SGLang needs on a CPU without kernels of its own. An idle scheduler would burn most of a core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    connection: Connection
+    process: ServerProcess
+
+
+def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
+    """The GPUs of one of the engine's servers, as CUDA_VISIBLE_DEVICES names them."""
+    each = setup.num_devices // servers
+    visible = os.environ.get(DEVICES)
+    if visible is None:
+        # One machine, all its GPUs: engines in order.
+        first = setup.index * setup.num_devices + place * each
+        return tuple(str(number) for number in range(first, first + each))
+    names = [name for name in visible.split(",") if name]
+    if len(names) < setup.num_devices:
+        raise EngineError(
+            f"engine {setup.index}: it should have {setup.num_devices} GPUs, but {DEVICES} = {visible} has {len(names)}."
+        )
+    # A launcher that places engines shows each its own devices only.
+    first = 0 if len(names) == setup.num_devices else (setup.index * setup.num_devices) % len(names)
+    return tuple(names[first + place * each : first + (place + 1) * each])
+
+
+def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
+    """ServerArgs, without ports and token. Raises EngineError for devices that do not divide."""
+    chosen = server_options(config)
+    on_cpu = setup.device == "cpu"
+    pp_size = chosen.get("pp_size", 1)
+    if setup.num_devices % (config.servers * pp_size):
+        raise EngineError(
+            f"engine {setup.index}: {setup.num_devices} devices cannot be shared by engine.servers = {config.servers} of "
+            f"engine.pp_size = {pp_size}."
+        )
+    deterministic = on_cpu if config.deterministic is None else config.deterministic
+    options: dict[str, Any] = {
+        "model_path": str(setup.model_path),
+        "trust_remote_code": setup.trust_remote_code,
+        "device": setup.device,
+        "random_seed": setup.seed + place,
+        "host": "127.0.0.1",
+        "skip_server_warmup": True,
+        "context_length": setup.max_context_len + MARGIN,
+        "tp_size": setup.num_devices // config.servers // pp_size,
+        # Trainers compute in these there, whatever the folder is stored in.
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "log_level": "info",
+        "log_level_http": "warning",
+    }
+    if on_cpu:
+        options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
+    if deterministic:
+        options["enable_deterministic_inference"] = True
+    if config.offload:
+        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if config.pause_mode != "abort":
+        options["disable_radix_cache"] = True
+    if not (setup.model_path / "tokenizer_config.json").exists():
+        options["skip_tokenizer_init"] = True
+    return options | chosen
+
+
+def tokens_in_flight(setup: EngineSetup) -> int:
+    """Keys and values to keep on a CPU: of all sequences, but no more than 200,000 tokens; the others wait."""
+    return min(max(setup.max_batch * setup.max_context_len, 20_000), 200_000)
+
+
+def environment_for(setup: EngineSetup, devices: Sequence[str]) -> dict[str, str]:
+    environment = dict(os.environ)
+    # For the margin.
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # By default it closes connections that were idle for five seconds, even where a request has just arrived on one.
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
+    if setup.device == "cpu":
+        # One thread a process: several on the same cores cost four times the throughput. Without a compiled graph, the
+        # first request does not wait for a compiler.
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    else:
+        environment[DEVICES] = ",".join(devices)
+    return environment
+
+
+async def start_server(config: SglangOptions, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started:
+    """A server that answers. EngineError with its last lines if it dies, or does not answer in time."""
+    options = options_for(config, setup, place)
+    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
+    environment = environment_for(setup, devices)
+    name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
+    log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
+    deadline = time.monotonic() + config.start_timeout
+    for attempt in range(1, ATTEMPTS + 1):
+        port, token = free_port(), secrets.token_urlsafe(24)
+        own = {"port": port, "nccl_port": free_port(), "api_key": token}
+        process = ServerProcess(MODULE, options | own, log=log, environment=environment)
+        connection = Connection(pool, f"http://127.0.0.1:{port}", token, name)
+        try:
+            if await is_up(connection, process, deadline):
+                return Started(connection=connection, process=process)
+        except BaseException:
+            process.kill()
+            raise
+        hangs = process.exit_code is None
+        process.kill()
+        if hangs:
+            raise EngineError(
+                f"{name}: SGLang has not answered in {config.start_timeout:g} s (engine.start_timeout). Last lines of "
+                f"{log}:\n{process.last_lines()}"
+            )
+        if not process.found_its_port_taken or attempt == ATTEMPTS:
+            break
+    raise EngineError(f"{name}: SGLang {process.ending} at start. Last lines of {log}:\n{process.last_lines()}")
+
+
+async def is_up(connection: Connection, process: ServerProcess, deadline: float) -> bool:
+    """Waits until the server knows its token and is healthy; False if it has died or the time is over."""
+    while process.exit_code is None and time.monotonic() < deadline:
+        try:
+            # Asked with the token: somebody else's server on this port is not taken for ours.
+            await connection.get("/model_info", timeout_s=ANSWER_S)
+            await connection.get("/health", timeout_s=ANSWER_S)
+            return True
+        except EngineError:
+            await asyncio.sleep(POLL_S)
+    return False

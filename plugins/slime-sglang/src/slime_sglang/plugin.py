@@ -1,0 +1,141 @@
+"""Driver: what `engine.name = "sglang"` stands for. Its options are this plugin's own and the installed ServerArgs'."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.engine import Capability, EngineDriver
+from slime_core.contracts.paths import RunPath
+from slime_sglang.server_args import OWNED, ServerOption, installed_options
+
+if TYPE_CHECKING:
+    from slime_sglang.engine import SglangEngine
+
+HOW_TO_INSTALL: Final = (
+    'SGLang is not installed here: `pip install "slime-sglang[server]"` on a GPU machine; on a CPU see the README of '
+    "slime-sglang."
+)
+
+
+class SglangOptions(DriverConfig):
+    servers: int = Field(default=1, ge=1)
+    """Servers of one engine, each with an equal share of its devices. Several stand behind one router, or take turns."""
+    router_policy: Literal["none", "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"] = (
+        "none"
+    )
+    """Starts sglang-router in front of the servers of an engine, with this policy. `consistent_hashing` keeps the
+    requests of one session on one server. `none`: requests go to the servers directly."""
+    router_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
+    external_engine_addrs: tuple[str, ...] = ()
+    """Servers that somebody else started, as `host:port` or URL, instead of own ones: `servers` of them for each
+    engine, in order."""
+    external_engine_token_file: RunPath | None = None
+    """File with the bearer token (`--api-key`) of the external servers. A run's config is written to its folder, so the
+    token itself does not stand in it."""
+    pause_mode: Literal["abort", "retract", "in_place"] = "abort"
+    """How requests wait for new weights. `abort`: they end, and go on as new requests with the tokens so far, whose
+    keys and values the new weights compute; every token's version is exact. `retract`: SGLang does the same inside.
+    `in_place`: they keep keys and values of the old weights. Both need a server that reports versions by token span,
+    and switch the radix cache off, since it could not be flushed."""
+    deterministic: bool | None = None
+    """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
+    GPU. By default on for own servers on a CPU, off elsewhere."""
+    offload: bool = False
+    """Memory can be given back while the trainer works (`enable_memory_saver`); for engines on the trainer's devices."""
+    start_timeout: float = Field(default=900.0, gt=0)
+    """Seconds until a server must answer. On a GPU the first start compiles kernels for minutes."""
+    request_timeout: float = Field(default=14400.0, gt=0)
+    """Seconds for one answer."""
+    control_timeout: float = Field(default=300.0, gt=0)
+    """Seconds for a call that is no generation: loading one bucket, flushing, pausing."""
+    health_timeout: float = Field(default=30.0, gt=0)
+    """Seconds within which a healthy server answers."""
+
+    @model_validator(mode="after")
+    def _of_pause(self) -> SglangOptions:
+        if self.pause_mode != "abort" and getattr(self, "disable_radix_cache", None) is False:
+            raise ValueError(
+                f'pause_mode = "{self.pause_mode}" needs disable_radix_cache = true: prefixes of old weights could not be '
+                "flushed while requests wait"
+            )
+        return self
+
+
+@cache
+def options_of_server() -> tuple[ServerOption, ...]:
+    """Those of ServerArgs that are not this plugin's own."""
+    return tuple(option for option in installed_options() if option.name not in SglangOptions.model_fields)
+
+
+def make_config() -> type[SglangOptions]:
+    """SglangOptions with the server's options beside its own. None: what SGLang does by default."""
+    fields: dict[str, Any] = {}
+    for option in options_of_server():
+        if option.name in OWNED:
+            doc = f"Not an option of a run: decided by {OWNED[option.name]}."
+            fields[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+        else:
+            fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
+    owned = sorted(set(fields) & set(OWNED))
+    validators: dict[str, Any] = {"refuse_owned": field_validator(*owned)(refuse_owned)} if owned else {}
+    return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
+
+
+def refuse_owned(cls: type[SglangOptions], value: Any, info: Any) -> Any:
+    if value is not None:
+        raise ValueError(f"this is not an option of the engine: it is decided by {OWNED[info.field_name]}")
+    return value
+
+
+def server_options(config: Any) -> dict[str, Any]:
+    """Those of the server's options that the run file gives."""
+    names = {option.name for option in options_of_server()} - set(OWNED)
+    return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}
+
+
+class Sglang(EngineDriver):
+    """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
+
+    Config = make_config()
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
+    may_offer: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT, Capability.VERSION_SPANS, Capability.SLEEP}
+    )
+
+    @classmethod
+    def problems(cls, config: Any) -> list[str]:
+        problems = []
+        if not config.external_engine_addrs and not options_of_server():
+            problems.append(f'engine.name = "sglang": {HOW_TO_INSTALL}')
+        count = len(config.external_engine_addrs)
+        if count % config.servers:
+            problems.append(
+                f"engine.external_engine_addrs names {count} servers, not a multiple of engine.servers = {config.servers}."
+            )
+        given = server_options(config)
+        if count and given:
+            problems.append(
+                f"engine.{next(iter(given))} = {next(iter(given.values()))!r}: an option of a server that the run starts, but "
+                "engine.external_engine_addrs names servers that run already. Leave it out."
+            )
+        if count and config.deterministic is not None:
+            problems.append("engine.deterministic: whoever started the external servers has decided it. Leave it out.")
+        if config.router_options and config.router_policy == "none":
+            problems.append("engine.router_options: there is no router. Choose an engine.router_policy.")
+        if (config.dp_size if hasattr(config, "dp_size") else None) not in (None, 1) and not config.enable_dp_attention:
+            problems.append(
+                f"engine.dp_size = {config.dp_size}: SGLang loads new weights into one replica only. Use "
+                f"engine.servers = {config.dp_size}, or more engines."
+            )
+        return problems
+
+    @classmethod
+    def build(cls, config: Any) -> SglangEngine:
+        from slime_sglang.engine import SglangEngine
+
+        return SglangEngine(config)

@@ -1,0 +1,114 @@
+"""sglang-router in front of an engine's servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import EngineError
+from slime_sglang.connection import Connection
+from slime_sglang.process import ServerProcess, free_port
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+MODULE: Final = "slime_sglang.server.launch_router"
+READY_S: Final = 120.0
+POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    connection: Connection
+    process: ServerProcess
+
+    async def workers(self) -> dict[str, str]:
+        """Ids of the servers behind it, by address."""
+        answer = await self.connection.get("/workers", timeout_s=30.0)
+        try:
+            return {str(worker["url"]): str(worker["id"]) for worker in answer["workers"]}
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self.connection.name}: /workers answers {str(answer)[:300]}") from error
+
+    async def add(self, server: Connection) -> None:
+        """Puts a server behind it; returns when it gets requests."""
+        body = {"url": server.address, "worker_type": "regular", "api_key": server.token}
+        await self.connection.post("/workers", body, timeout_s=30.0)
+        await self._until_listed(server.address, listed=True)
+
+    async def remove(self, server: Connection) -> None:
+        """Takes a server away; returns when it gets no more requests."""
+        workers = await self.workers()
+        if server.address not in workers:
+            raise EngineError(
+                f"{self.connection.name}: {server.address} is not behind it: {', '.join(workers) or 'nothing is'}."
+            )
+        await self.connection.ask("DELETE", f"/workers/{workers[server.address]}", None, timeout_s=30.0)
+        await self._until_listed(server.address, listed=False)
+
+    async def _until_listed(self, address: str, *, listed: bool) -> None:
+        deadline = time.monotonic() + READY_S
+        while (address in await self.workers()) is not listed:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self.connection.name}: {address} has not {'arrived' if listed else 'gone'} in {READY_S:g} s. Last "
+                    f"lines of {self.process.log}:\n{self.process.last_lines()}"
+                )
+            await asyncio.sleep(POLL_S)
+
+
+async def start_router(
+    config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession, servers: Sequence[Connection]
+) -> Router:
+    """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
+    port, token = free_port(), secrets.token_urlsafe(24)
+    # Retries would repeat a request that cannot be repeated blindly; the kernel knows which can.
+    options: dict[str, Any] = {
+        "request_timeout_secs": int(config.request_timeout),
+        "disable_retries": True,
+        **config.router_options,
+        "worker_urls": [],
+        "policy": config.router_policy,
+        "host": "127.0.0.1",
+        "port": port,
+        "prometheus_port": free_port(),
+        "prometheus_host": "127.0.0.1",
+        "api_key": token,
+    }
+    log = setup.run_dir / "logs" / f"sglang-router-{setup.index}.log"
+    process = ServerProcess(MODULE, options, log=log, environment=os.environ)
+    router = Router(
+        connection=Connection(pool, f"http://127.0.0.1:{port}", token, f"engine {setup.index}, router"), process=process
+    )
+    try:
+        await until_up(router)
+        for server in servers:
+            await router.add(server)
+    except BaseException:
+        process.kill()
+        raise
+    return router
+
+
+async def until_up(router: Router) -> None:
+    """It is healthy before it has workers, so the list of them is what is asked for."""
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            await router.workers()
+            return
+        except EngineError:
+            if router.process.exit_code is not None or time.monotonic() > deadline:
+                raise EngineError(
+                    f"{router.connection.name}: it {router.process.ending}, and has not answered. Last lines of "
+                    f"{router.process.log}:\n{router.process.last_lines()}"
+                ) from None
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,1 @@
+"""What runs in the server's processes, and nowhere else."""

@@ -1,0 +1,75 @@
+"""What is hooked into the servers that slime starts, through SGLang's own hook registry.
+
+Everywhere: two more actions of /weights_checker, and checks before weights are loaded from a folder of slime's. On a
+CPU, where they are missing: the three parts that sampling by seed needs. A server that somebody else started has none
+of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from slime_sglang.server.checksum import ACTION, checksum_of_weights
+from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
+from slime_sglang.server.row_blocks import use_row_blocks
+
+UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+KEPT: Final[list[Any]] = []
+"""Kernels end with the object that registered them."""
+
+
+def register_hooks(*, on_cpu: bool) -> None:
+    """Registered here, applied by SGLang's `load_plugins` in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", check_weights, HookType.AROUND)
+    HookRegistry.register(f"{UPDATER}.update_weights_from_disk", load_from_disk, HookType.AROUND)
+    for other in ("tensor", "distributed"):
+        HookRegistry.register(f"{UPDATER}.update_weights_from_{other}", forget_base, HookType.AROUND)
+    if on_cpu:
+        HookRegistry.register(
+            "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
+        )
+        allow_native_attention()
+        define_hash()
+
+
+def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    if action == CAN_VERIFY:
+        return None
+    if action != ACTION:
+        return original(checker, action, *args, **kwargs)
+    parallelism = checker._parallelism_info()
+    if parallelism.size != 1:
+        raise NotImplementedError(f"{ACTION}: weights are spread over {parallelism.size} ranks, no rank has them whole")
+    overall, by_name = checksum_of_weights(checker._get_model())
+    return {
+        "checksums": by_name,
+        "per_gpu_checksum": overall,
+        "parallelism_info": parallelism.model_dump(),
+    }
+
+
+def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """SGLang's batch-invariant kernels are Triton's, which a CPU cannot run."""
+    KEPT.append(use_row_blocks())
+
+
+def allow_native_attention() -> None:
+    """Sampling by seed does not depend on the attention kernel, but SGLang asks for one that is batch-invariant."""
+    from sglang.srt.server_args import add_deterministic_attention_backend_choices
+
+    add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def define_hash() -> None:
+    """The op that SGLang calls for its random numbers on a CPU, in torch: from `sgl_kernel` where that is installed."""
+    import torch
+
+    from slime_sglang.server.murmur_hash import murmur_hash32
+
+    if hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+        return
+    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu")(murmur_hash32)

@@ -1,0 +1,41 @@
+"""The server's main program: `python -m slime_sglang.server.launch`, its arguments as JSON in stdin's first line.
+
+Nothing secret stands on the command line. Stdin stays open for as long as the parent lives: at its end the whole
+process group dies, whatever it is doing. The processes that SGLang spawns import this module again, and get the shims.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Final
+
+ON_CPU: Final = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+"""SGLang's own switch."""
+
+if ON_CPU:
+    from slime_sglang.server.stubs import install_stubs
+
+    install_stubs()
+
+from slime_sglang.server.hooks import register_hooks  # noqa: E402 - what is stubbed must be so before SGLang is imported
+from slime_sglang.server.parent import die_with_parent  # noqa: E402
+
+register_hooks(on_cpu=ON_CPU)
+
+
+def main() -> None:
+    options = json.loads(sys.stdin.buffer.readline())
+    die_with_parent()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    run_server(ServerArgs(**options))
+
+
+if __name__ == "__main__":
+    main()

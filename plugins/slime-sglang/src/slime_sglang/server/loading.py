@@ -1,0 +1,135 @@
+"""Weights from slime's folders: every bucket is checked before anything is loaded, and deltas are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_sglang.transports.folder import FileEntry, Manifest
+
+CAN_VERIFY: Final = "slime_loading"
+"""Action of /weights_checker that answers where these functions are hooked in."""
+WRONG_BASE: Final = "a delta to other weights than are held"
+"""The refusal of a delta: nothing was changed."""
+BASE: Final = "slime_weights_identity"
+"""Attribute of the model: which push it holds."""
+
+
+def load_from_disk(
+    original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around `update_weights_from_disk`."""
+    from slime_sglang.transports.folder import MANIFEST, DamagedWeights, read_manifest, verify_whole
+
+    model = updater.get_model()
+    folder = Path(model_path)
+    if not (folder / MANIFEST).is_file():
+        setattr(model, BASE, None)
+        return original(updater, model_path, load_format, *args, **kwargs)
+    try:
+        manifest = read_manifest(folder)
+        if manifest.base is not None and getattr(model, BASE, None) != manifest.base:
+            return False, f"version {manifest.version} is {WRONG_BASE}"
+        if manifest.base is None:
+            verify_whole(folder, manifest)
+            setattr(model, BASE, None)
+            loaded, message = original(updater, model_path, load_format, *args, **kwargs)
+        else:
+            contents = [checked(folder, manifest, number) for number in range(len(manifest.buckets))]
+            setattr(model, BASE, None)
+            apply(model, manifest.buckets, contents)
+            loaded, message = True, f"Applied the delta to version {manifest.version}."
+    except (DamagedWeights, OSError, ValueError, KeyError) as error:
+        return False, f"{type(error).__name__}: {error}"
+    if loaded:
+        setattr(model, BASE, manifest.identity)
+    return loaded, message
+
+
+def forget_base(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the other ways by which weights come."""
+    setattr(updater.get_model(), BASE, None)
+    return original(updater, *args, **kwargs)
+
+
+def checked(folder: Path, manifest: Manifest, number: int) -> bytes:
+    import xxhash
+
+    from slime_sglang.transports.folder import DamagedWeights
+
+    entry = manifest.buckets[number]
+    content = (folder / entry.file).read_bytes()
+    found = xxhash.xxh3_64_hexdigest(content)
+    if found != entry.checksum:
+        raise DamagedWeights(
+            f"bucket {number} of version {manifest.version} ({folder / entry.file}) is damaged: checksum "
+            f"{entry.checksum} was written, its bytes have {found}"
+        )
+    return content
+
+
+def apply(model: Any, entries: Sequence[FileEntry], contents: Sequence[bytes]) -> None:
+    """The model's own loader knows where a tensor's elements belong, however they are fused, split and sharded. It is
+    given whole tensors that are NaN where nothing has changed; there the parameters get their old values back.
+
+    Raises ValueError for parameters that are not plain numbers, and if a NaN is left.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters())
+    narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 2]
+    if narrow:
+        raise ValueError(f"deltas cannot be applied to quantised weights such as {narrow[0]}")
+    device = next(iter(parameters.values())).device
+    with torch.no_grad():
+        for entry, content in zip(entries, contents, strict=True):
+            tensors = list(changed_tensors(entry, content, device))
+            for layer, named in groupby(tensors, key=lambda item: layer_of(item[0])):
+                own = {name: p for name, p in parameters.items() if name.startswith(layer)} or parameters
+                before = {name: parameter.clone() for name, parameter in own.items()}
+                model.load_weights(list(named))
+                for name, parameter in own.items():
+                    parameter.copy_(torch.where(parameter.isnan(), before[name], parameter))
+        for name, parameter in parameters.items():
+            if parameter.isnan().any():
+                raise ValueError(f"the delta could not be applied to {name}")
+
+
+def changed_tensors(entry: FileEntry, content: bytes, device: Any) -> Iterator[tuple[str, Tensor]]:
+    """Those with a changed element, NaN where none has."""
+    import torch
+
+    from slime_sglang.transports.delta_code import BITS, decode
+
+    dtypes = [getattr(torch, dtype) for dtype in entry.dtypes]
+    ends: list[int] = []
+    for dtype, shape in zip(dtypes, entry.shapes, strict=True):
+        ends.append((ends[-1] if ends else 0) + dtype.itemsize * torch.Size(shape).numel())
+    starts = [0, *ends[:-1]]
+    for width, start, end, positions, values in decode(content, entry.parts, dtypes, ends):
+        positions, values = positions.to(device), values.to(device)
+        for name, dtype, shape, first, last in zip(entry.names, dtypes, entry.shapes, starts, ends, strict=True):
+            if dtype.itemsize != width or first == last or not start <= first < end:
+                continue
+            low, high = torch.searchsorted(
+                positions, torch.tensor([(first - start) // width, (last - start) // width], device=device)
+            ).tolist()
+            if low == high:
+                continue
+            if not dtype.is_floating_point:
+                raise ValueError(f"{name} of {dtype} has changed: deltas are of floating-point weights")
+            tensor = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            tensor.view(-1).view(BITS[width])[positions[low:high] - (first - start) // width] = values[low:high]
+            yield name, tensor
+
+
+def layer_of(name: str) -> str:
+    """`model.layers.3.` of a name in it; elsewhere the path of its module."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
+    return "".join(f"{part}." for part in parts[: number + 1])

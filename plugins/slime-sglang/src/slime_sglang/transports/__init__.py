@@ -1,0 +1,1 @@
+"""How weights reach SGLang servers: the trainer's ranks talk to the servers themselves."""

@@ -1,0 +1,136 @@
+"""BroadcastGroup: the trainer's end of a group that it shares with SGLang servers.
+
+SGLang joins with torch's `init_process_group` machinery under a group name of its own. The trainer has a default group
+already, and may not mix the two: it builds the backend itself, under the keys that torch uses in the store.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_core.contracts.transport import EngineEndpoint
+from slime_core.errors import EngineError
+
+POLL_S: Final = 0.002
+BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class OpenStore(dist.Store):
+    """A store whose waits end when somebody says so: torch's own go on till they time out, in a thread that outlives
+    whoever gave up, and brings the process down when it ends."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        super().__init__()
+        self._store = store
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._store.get(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or self._store.timeout).total_seconds()
+        while not self._store.check(keys):
+            if self._closed or time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks have come: {keys}")
+            time.sleep(POLL_S)
+
+
+class BroadcastGroup:
+    """This process is rank 0. `join` and `broadcast` block; `abort` ends both from another thread."""
+
+    def __init__(self, name: str, engines: Sequence[EngineEndpoint], *, device: str, timeout_s: float) -> None:
+        self.name = name
+        self.size = 1 + sum(engine.num_ranks for engine in engines)
+        self.backend = BACKENDS[device]
+        self.address = own_address(engines)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        self._stream = torch.cuda.Stream(self._device) if device == "cuda" else None
+        self._timeout = timedelta(seconds=timeout_s)
+        listener = socket.create_server((self.address, 0))
+        self._store = dist.TCPStore(
+            self.address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        self._open = OpenStore(self._store)
+        self.port: int = self._store.port
+        self._ends: dist.Backend | None = None
+
+    def join(self) -> None:
+        """Returns when all are there (gloo), or at once (NCCL, which meets at the first broadcast)."""
+        # NCCL does not wait here, and asks more of a store.
+        store = dist.PrefixStore(self.name, self._open if self.backend == "gloo" else self._store)
+        store = dist.PrefixStore(f"{self.name}/", store)
+        store = dist.PrefixStore(f"{self._device.type}/", store)
+        if self.backend == "gloo":
+            self._ends = dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
+            return
+        options = dist.ProcessGroupNCCL.Options()
+        # Who waits has given up by then. NCCL's own watchdog would end the process.
+        options._timeout = self._timeout + timedelta(minutes=10)
+        self._ends = dist.ProcessGroupNCCL(store, 0, self.size, options)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The present point of the caller's stream: what was computed until now can be sent."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def broadcast(self, data: Tensor, computed: torch.cuda.Event | None) -> None:
+        """From here to all, beside what the caller's stream does after `computed`."""
+        assert self._ends is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        if self._stream is None or computed is None:
+            self._ends.broadcast([data], options).wait()
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(computed)
+            data.record_stream(self._stream)
+            self._ends.broadcast([data], options).wait()
+
+    def abort(self) -> None:
+        self._open.close()
+        if self._ends is not None and self.backend == "nccl":
+            self._ends.abort()
+        self._ends = None
+
+
+def own_address(engines: Sequence[EngineEndpoint]) -> str:
+    """Of the interface over which the engines are reached; the loopback if all are on this machine."""
+    for engine in engines:
+        place = urlsplit(engine.url)
+        if place.hostname is None:
+            raise EngineError(f"engine {engine.index}: {engine.url} is no address.")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent.
+            probe.connect((place.hostname, place.port or 80))
+            address: str = probe.getsockname()[0]
+        if not address.startswith("127."):
+            return address
+    return "127.0.0.1"

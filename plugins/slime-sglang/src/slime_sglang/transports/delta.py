@@ -1,0 +1,141 @@
+"""The transport `delta`: what changed since the version that an engine has, compressed, below the run's folder."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import xxhash
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.errors import EngineError
+from slime_sglang.server.loading import WRONG_BASE
+from slime_sglang.transports import folder
+from slime_sglang.transports.delta_code import encode
+from slime_sglang.transports.equality import Digests
+from slime_sglang.transports.flat import FlatBucket, flat_buckets
+from slime_sglang.transports.folder import FileEntry, Manifest
+from slime_sglang.transports.loading import load_from_disk, servers_that_verify, try_to_load
+from slime_sglang.transports.sender import ServerSender
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_sglang.transports.plugin import DeltaConfig
+
+
+class DeltaSender(ServerSender):
+    """Keeps what it sent last, on the host. An engine that does not hold just that, as far as is known here or as the
+    engine itself says, is sent everything."""
+
+    # What has not changed costs nothing here, and the base stays whole.
+    skips_frozen: ClassVar[bool] = False
+
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__(config)
+        self._level = config.compression_level
+        self._sent: list[FlatBucket] = []
+        self._identity: str | None = None
+        """Of what was sent; None: nothing was, or not all."""
+        self._holders: set[EngineEndpoint] = set()
+
+    def setup(self, setup: SenderSetup) -> None:
+        super().setup(setup)
+        self._root: Path = setup.run_dir / "weights"
+        if setup.rank == 0:
+            folder.remove_all_but(self._root, [])
+
+    def bring(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        if self.place.rank != 0:
+            return SentReport()
+        able = servers_that_verify(self.servers, engines)
+        unable = [engine for engine in engines if engine not in able]
+        if unable:
+            raise EngineError(
+                f"engine {unable[0].index} ({unable[0].url}) cannot apply deltas: only servers that slime starts can. "
+                'Use sync.transport = "distributed" or "disk".'
+            )
+        base, identity = self._identity, secrets.token_hex(8)
+        self._identity = None
+        delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
+        try:
+            changes = self._take(layers, delta, digests)
+            if not self._sent:
+                raise EngineError(f"the trainer exported no weights for version {version}.")
+            self._identity = identity
+            holders, self._holders = [engine for engine in engines if engine in self._holders], set()
+            bytes_sent = 0
+            if delta is not None and changes is not None and holders:
+                manifest = Manifest(version=version, identity=identity, base=base, buckets=tuple(changes))
+                refused = try_to_load(self.servers, holders, folder.finish(delta, manifest), version, but=WRONG_BASE)
+                self._holders.update(set(holders) - set(refused))
+                bytes_sent += sum(entry.nbytes for entry in changes)
+            others = [engine for engine in engines if engine not in self._holders]
+            if others:
+                bytes_sent += self._send_whole(others, version, identity)
+                self._holders.update(others)
+        finally:
+            folder.remove_all_but(self._root, [])
+        return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent))
+
+    def _take(
+        self, layers: Iterator[Mapping[str, Tensor] | None], delta: Path | None, digests: Digests | None
+    ) -> list[FileEntry] | None:
+        """Brings `_sent` up to date; the changes, unless the tensors are others than the last time."""
+        before, self._sent = self._sent, []
+        changes: list[FileEntry] | None = None if delta is None else []
+        for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+            if bucket is None:
+                continue
+            if digests is not None:
+                digests.add(bucket)
+            held = before[bucket.index] if bucket.index < len(before) else None
+            if delta is None or changes is None or held is None or not alike(held, bucket):
+                changes = None
+                self._sent.append(own(bucket))
+                continue
+            content, parts = encode(held.data, bucket, level=self._level)
+            name = f"changes-{bucket.index:05d}.zst"
+            folder.write_bytes(delta / name, content)
+            self._sent.append(held)
+            changes.append(
+                FileEntry(
+                    file=name,
+                    names=bucket.names,
+                    checksum=xxhash.xxh3_64_hexdigest(content),
+                    nbytes=len(content),
+                    dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
+                    shapes=bucket.shapes,
+                    parts=tuple(parts),
+                )
+            )
+        return changes if len(before) == len(self._sent) else None
+
+    def _send_whole(self, engines: Sequence[EngineEndpoint], version: int, identity: str) -> int:
+        beside = folder.begin(self._root / str(version))
+        entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
+        written = folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries))
+        load_from_disk(self.servers, engines, written, version)
+        return sum(entry.nbytes for entry in entries)
+
+
+def alike(held: FlatBucket, bucket: FlatBucket) -> bool:
+    return (held.names, held.dtypes, held.shapes, held.last) == (
+        bucket.names,
+        bucket.dtypes,
+        bucket.shapes,
+        bucket.last,
+    )
+
+
+def own(bucket: FlatBucket) -> FlatBucket:
+    """On the host, in memory that nobody else writes to: `flatten` has copied already."""
+    return bucket.on_host()

@@ -1,0 +1,75 @@
+"""The transport `disk`: safetensors below the run's folder, loaded by /update_weights_from_disk."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.errors import EngineError
+from slime_sglang.transports import folder
+from slime_sglang.transports.equality import Digests
+from slime_sglang.transports.flat import flat_buckets
+from slime_sglang.transports.folder import FileEntry, Manifest
+from slime_sglang.transports.loading import load_from_disk, servers_that_verify
+from slime_sglang.transports.sender import ServerSender
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WRITERS = 2
+
+
+class DiskSender(ServerSender):
+    """`RUN/weights/VERSION/`. The version before is removed when every engine has the new one: there must be room for
+    two."""
+
+    def setup(self, setup: SenderSetup) -> None:
+        super().setup(setup)
+        self._root: Path = setup.run_dir / "weights"
+        if setup.rank == 0:
+            # What an attempt before this one left is of other weights.
+            folder.remove_all_but(self._root, [])
+
+    def bring(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        if self.place.rank != 0:
+            return SentReport()
+        beside = folder.begin(self._root / str(version))
+        entries: list[FileEntry] = []
+        writing: deque[Future[FileEntry]] = deque()
+        try:
+            with ThreadPoolExecutor(WRITERS) as writers:
+                for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+                    if bucket is None:
+                        continue
+                    if len(writing) == WRITERS:
+                        entries.append(writing.popleft().result())
+                    host = bucket.on_host()
+                    if digests is not None:
+                        digests.add(host)
+                    writing.append(writers.submit(folder.write_whole, beside, host))
+                entries += [entry.result() for entry in writing]
+            if not entries:
+                raise EngineError(f"the trainer exported no weights for version {version}.")
+            manifest = Manifest(version=version, identity=secrets.token_hex(8), buckets=tuple(entries))
+            written = folder.finish(beside, manifest)
+        finally:
+            folder.remove(beside)
+        if len(servers_that_verify(self.servers, engines)) < len(engines):
+            try:
+                folder.verify_whole(written, manifest)
+            except folder.DamagedWeights as error:
+                raise EngineError(f"engines {[engine.index for engine in engines]} were not told: {error}.") from error
+        load_from_disk(self.servers, engines, written, version)
+        folder.remove_all_but(self._root, [written])
+        return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))

@@ -1,0 +1,132 @@
+"""The transport `distributed`: the first trainer rank broadcasts flattened buckets to all ranks of all engines."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from slime_core.contracts.transport import EngineEndpoint, SentReport
+from slime_core.errors import EngineError
+from slime_sglang.transports.broadcast import BroadcastGroup
+from slime_sglang.transports.equality import Digests
+from slime_sglang.transports.flat import FlatBucket, flat_buckets
+from slime_sglang.transports.sender import ServerSender, bucket_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_sglang.transports.plugin import DistributedConfig
+
+
+class DistributedSender(ServerSender):
+    """One group with all engines, for as long as they stay the same. While the engines load a bucket, the next one is
+    gathered, converted and flattened."""
+
+    def __init__(self, config: DistributedConfig) -> None:
+        super().__init__(config)
+        # NCCL reads it once a process. SGLang sets it for itself; if only one side does, the first broadcast fails.
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"
+        self._group: BroadcastGroup | None = None
+        self._members: tuple[EngineEndpoint, ...] = ()
+        self._names = secrets.token_hex(4)
+        self._count = 0
+        # One thread: broadcasts stay in order. It blocks where an engine is late or dead, and then is left behind.
+        self._thread = ThreadPoolExecutor(1, "weights-broadcast")
+
+    def bring(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        if self.place.rank != 0:
+            return SentReport()
+        buckets = bytes_sent = 0
+        try:
+            group = self._group_with(engines)
+            calls: list[Future[Any]] = []
+            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+                if bucket is None:
+                    continue
+                self.servers.wait(calls)
+                calls = self._begin(group, bucket, version, engines)
+                if digests is not None:
+                    digests.add(bucket)
+                buckets += 1
+                bytes_sent += bucket.data.nbytes
+            self.servers.wait(calls)
+        except BaseException:
+            self._abandon()
+            raise
+        return SentReport(bytes_sent=bytes_sent, buckets=buckets)
+
+    def _begin(
+        self, group: BroadcastGroup, bucket: FlatBucket, version: int, engines: Sequence[EngineEndpoint]
+    ) -> list[Future[Any]]:
+        body: dict[str, Any] = {
+            "names": bucket.names,
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+            "shapes": bucket.shapes,
+            "group_name": group.name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        if bucket.last:
+            body["weight_version"] = str(version)
+        calls = self.servers.each(engines, "/update_weights_from_distributed", body, what=bucket_name(bucket, version))
+        return [*calls, self._thread.submit(group.broadcast, bucket.data, group.mark())]
+
+    def _group_with(self, engines: Sequence[EngineEndpoint]) -> BroadcastGroup:
+        if self._group is not None and self._members == tuple(engines):
+            return self._group
+        self._leave()
+        # A name can be used once per server.
+        name = f"slime-{self._names}-{self._count}"
+        self._count += 1
+        group = BroadcastGroup(name, engines, device=self.place.device, timeout_s=self._config.update_weights_timeout)
+        offset = 1
+        calls: list[Future[Any]] = [self._thread.submit(group.join)]
+        for engine in engines:
+            body = {
+                "master_address": group.address,
+                "master_port": group.port,
+                "rank_offset": offset,
+                "world_size": group.size,
+                "group_name": name,
+                "backend": group.backend,
+            }
+            calls.append(self.servers.post(engine, "/init_weights_update_group", body, what=f"group {name}"))
+            offset += engine.num_ranks
+        self._group, self._members = group, tuple(engines)
+        self.servers.wait(calls)
+        return group
+
+    def _leave(self) -> None:
+        """In peace: the engines leave the group too. One that is gone, or has been restarted, has left already."""
+        group, members = self._group, self._members
+        self._group, self._members = None, ()
+        if group is None:
+            return
+        for call in self.servers.each(members, "/destroy_weights_update_group", {"group_name": group.name}):
+            error = call.exception()
+            if error is not None and not isinstance(error, EngineError):
+                raise error
+        group.abort()
+
+    def _abandon(self) -> None:
+        """After a failure the group's state is unknown: the next push makes another."""
+        group, self._group, self._members = self._group, None, ()
+        if group is not None:
+            group.abort()
+        self._thread.shutdown(wait=False)
+        self._thread = ThreadPoolExecutor(1, "weights-broadcast")
+
+    def close(self) -> None:
+        if self._servers is not None:
+            self._leave()
+        self._thread.shutdown(wait=False)
+        super().close()

@@ -1,0 +1,83 @@
+"""FlatBucket: exported tensors one after the other in one buffer on their device, as SGLang takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatBucket:
+    """Whole tensors, wider dtypes first: every tensor begins at a multiple of its element's size, with no gaps."""
+
+    index: int
+    last: bool
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    data: Tensor
+    """(bytes,) uint8."""
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each tensor ends, in bytes."""
+        ends: list[int] = []
+        for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
+            ends.append((ends[-1] if ends else 0) + dtype.itemsize * torch.Size(shape).numel())
+        return ends
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of `data`."""
+        start = 0
+        for name, dtype, shape, end in zip(self.names, self.dtypes, self.shapes, self.ends, strict=True):
+            yield name, self.data[start:end].view(dtype).view(shape)
+            start = end
+
+    def on_host(self) -> FlatBucket:
+        return FlatBucket(
+            index=self.index,
+            last=self.last,
+            names=self.names,
+            dtypes=self.dtypes,
+            shapes=self.shapes,
+            data=self.data.cpu(),
+        )
+
+
+def flat_buckets(layers: Iterable[Mapping[str, Tensor] | None], bucket_bytes: int) -> Iterator[FlatBucket | None]:
+    """None for each layer that another rank has. A tensor that is larger than `bucket_bytes` is a bucket of its own."""
+    pending: list[tuple[str, Tensor]] = []
+    size = index = 0
+    for layer in layers:
+        if layer is None:
+            yield None
+            continue
+        for name, tensor in layer.items():
+            if pending and size + tensor.nbytes > bucket_bytes:
+                yield flatten(pending, index=index, last=False)
+                pending, size, index = [], 0, index + 1
+            pending.append((name, tensor.detach()))
+            size += tensor.nbytes
+    if pending:
+        yield flatten(pending, index=index, last=True)
+
+
+def flatten(tensors: list[tuple[str, Tensor]], *, index: int, last: bool) -> FlatBucket:
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    return FlatBucket(
+        index=index,
+        last=last,
+        names=tuple(name for name, _ in ordered),
+        dtypes=tuple(tensor.dtype for _, tensor in ordered),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in ordered),
+        data=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]),
+    )
+
+
+def checksum(data: Tensor) -> str:
+    """xxh3-64 of the bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(data.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

@@ -1,0 +1,86 @@
+"""Buckets by reference: what SGLang unpickles is a description of where the bytes are.
+
+It unpickles with a list of allowed modules; torch and types are among them.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import functools
+import io
+import os
+import pickle
+import secrets
+import types
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from slime_core.errors import StorageError
+from slime_sglang.buckets import SHARED, Call
+from slime_sglang.transports.flat import FlatBucket
+
+DEVICE: Final = 6
+"""Where `reduce_tensor` of a CUDA tensor has the device's number. Processes may number devices differently; SGLang takes
+the device's UUID in its place."""
+
+
+def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
+    """As `FlattenedTensorMetadata` of SGLang."""
+    start = 0
+    found = []
+    for name, dtype, shape, end in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.ends, strict=True):
+        found.append(
+            types.SimpleNamespace(
+                name=name, shape=torch.Size(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start
+            )
+        )
+        start = end
+    return found
+
+
+class SharedMemory:
+    """A bucket in a file of shared memory, until `close`. `payload` is what a server on this machine is sent."""
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self._path = SHARED / f"slime-{os.getpid()}-{secrets.token_hex(8)}"
+        size = bucket.data.nbytes
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                # An empty file cannot be mapped.
+                file.write(bucket.data.cpu().numpy().data if size else b"\0")
+        except OSError as error:
+            self.close()
+            if error.errno != errno.ENOSPC:
+                raise
+            raise StorageError(
+                f"{SHARED}: no room for a bucket of {size / 2**20:.0f} MiB, of which two are needed. Give it more, or "
+                "choose a smaller --update-weight-buffer-size."
+            ) from error
+        flat = functools.partial(torch.from_file, str(self._path), shared=True, size=size, dtype=torch.uint8)
+        pickled = pickle.dumps({"flattened_tensor": Call(flat), "metadata": description(bucket)})
+        self.payload = base64.b64encode(pickled).decode()
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class HandlePickler(ForkingPickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(obj)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+
+
+def cuda_handle(bucket: FlatBucket) -> str:
+    """What the server's rank on the same device is sent. The bucket must live until it has answered."""
+    buffer = io.BytesIO()
+    HandlePickler(buffer).dump({"flattened_tensor": bucket.data, "metadata": description(bucket)})
+    return base64.b64encode(buffer.getvalue()).decode()

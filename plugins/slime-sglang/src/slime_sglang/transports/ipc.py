@@ -1,0 +1,162 @@
+"""The transport `ipc`: engines read the trainer's buckets where they are, by /update_weights_from_tensor.
+
+On GPUs every rank of a colocated engine gets a CUDA IPC handle of the trainer rank on its device. On a CPU all map one
+file of shared memory: unlike torch's own sharing this starts no helper process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.errors import EngineError
+from slime_sglang.transports.equality import Digests
+from slime_sglang.transports.flat import FlatBucket, flat_buckets
+from slime_sglang.transports.handles import SharedMemory, cuda_handle
+from slime_sglang.transports.sender import ServerSender, bucket_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class IpcSender(ServerSender):
+    """While the engines load a bucket, the next one is gathered and flattened. A bucket is kept until it is loaded."""
+
+    def setup(self, setup: SenderSetup) -> None:
+        if setup.device == "cuda" and not setup.colocated:
+            raise EngineError(
+                'sync.transport = "ipc" needs engines on the devices of the trainer (launcher.colocate = true). '
+                'With devices of their own, use "distributed".'
+            )
+        super().setup(setup)
+        self._group: dist.ProcessGroup | None = None
+        self._first_rank: dict[tuple[int, int], int] = {}
+        if setup.device == "cuda" and setup.world_size > 1:
+            limit = timedelta(seconds=self._config.update_weights_timeout)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+
+    @property
+    def everywhere(self) -> bool:
+        return self.place.device == "cuda"
+
+    def bring(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        if self.place.device == "cuda":
+            return self._share_devices(layers, version, engines, digests)
+        if self.place.rank != 0:
+            return SentReport()
+        for engine in engines:
+            if urlsplit(engine.url).hostname not in ("127.0.0.1", "localhost", "::1"):
+                raise EngineError(
+                    f"transport ipc: engine {engine.index} ({engine.url}) is on another machine and cannot read this one's "
+                    'memory. Use "distributed".'
+                )
+        buckets = bytes_sent = 0
+        calls: list[Future[Any]] = []
+        memory: SharedMemory | None = None
+        try:
+            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+                if bucket is None:
+                    continue
+                following = SharedMemory(bucket)
+                try:
+                    self.servers.wait(calls)
+                finally:
+                    if memory is not None:
+                        memory.close()
+                    memory = following
+                calls = [self._post(engine, [memory.payload] * engine.num_ranks, bucket, version) for engine in engines]
+                if digests is not None:
+                    digests.add(bucket)
+                buckets += 1
+                bytes_sent += bucket.data.nbytes
+            self.servers.wait(calls)
+        finally:
+            if memory is not None:
+                memory.close()
+        return SentReport(bytes_sent=bytes_sent, buckets=buckets)
+
+    def _post(self, engine: EngineEndpoint, payloads: Sequence[str], bucket: FlatBucket, version: int) -> Future[Any]:
+        body: dict[str, Any] = {
+            "serialized_named_tensors": payloads,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        if bucket.last:
+            body["weight_version"] = str(version)
+        return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
+
+    # ---------------------------------------------------------------- devices
+
+    def _share_devices(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together."""
+        mine = self._engines_from_here(engines)
+        buckets = bytes_sent = 0
+        calls: list[Future[Any]] = []
+        held: FlatBucket | None = None
+        for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+            assert bucket is not None, "an export everywhere gives every rank all tensors"
+            handles = self._exchange(calls, cuda_handle(bucket))
+            held = bucket
+            calls = [
+                self._post(engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, version)
+                for engine in mine
+            ]
+            if digests is not None:
+                digests.add(bucket)
+            buckets += bool(mine)
+            bytes_sent += bucket.data.nbytes if mine else 0
+        self._exchange(calls, "")
+        del held
+        return SentReport(bytes_sent=bytes_sent, buckets=buckets)
+
+    def _exchange(self, calls: Sequence[Future[Any]], handle: str) -> list[str]:
+        """Every rank's handle. EngineError on all ranks if one of them has met one."""
+        failure: EngineError | None = None
+        try:
+            self.servers.wait(calls)
+        except EngineError as error:
+            failure = error
+        said: list[Any] = [(handle, None if failure is None else str(failure))]
+        if self._group is not None:
+            said = [None] * self.place.world_size
+            dist.all_gather_object(said, (handle, None if failure is None else str(failure)), group=self._group)
+        failures = [text for _, text in said if text is not None]
+        if failures:
+            raise EngineError("; ".join(failures)) from failure
+        return [text for text, _ in said]
+
+    def _engines_from_here(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
+        """Those whose first rank shares this rank's device. A server that was restarted stands where it stood."""
+        places: dict[tuple[int, int], EngineEndpoint] = {}
+        for engine in engines:
+            ordinal = sum(index == engine.index for index, _ in places)
+            places[engine.index, ordinal] = engine
+        if not set(places) <= set(self._first_rank):
+            self._first_rank = {}
+            used = 0
+            for key, engine in sorted(places.items(), key=lambda item: item[0]):
+                self._first_rank[key] = used
+                used += engine.num_ranks
+            if used > self.place.world_size:
+                raise EngineError(
+                    f"transport ipc: the engines have {used} ranks, the trainer's devices are {self.place.world_size}."
+                )
+        return [engine for key, engine in places.items() if self._first_rank[key] == self.place.rank]

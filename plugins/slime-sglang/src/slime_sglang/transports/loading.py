@@ -1,0 +1,44 @@
+"""Servers told to load a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import wait
+from pathlib import Path
+
+from slime_core.contracts.transport import EngineEndpoint
+from slime_core.errors import EngineError
+from slime_sglang.server.loading import CAN_VERIFY
+from slime_sglang.transports.servers import Servers
+
+
+def servers_that_verify(servers: Servers, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
+    """Those that compare checksums before they load a folder, and can apply deltas: the servers that slime starts."""
+    calls = servers.each(engines, "/weights_checker", {"action": CAN_VERIFY})
+    wait(calls)
+    return [engine for engine, call in zip(engines, calls, strict=True) if call.exception() is None]
+
+
+def load_from_disk(servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int) -> None:
+    """All at once; EngineError when all have ended, if one has not loaded it."""
+    try_to_load(servers, engines, folder, version, but=None)
+
+
+def try_to_load(
+    servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int, *, but: str | None
+) -> list[EngineEndpoint]:
+    """The engines that refused it for the reason `but`; EngineError for any other."""
+    body = {
+        "model_path": str(folder),
+        "load_format": "safetensors",
+        "flush_cache": False,
+        "weight_version": str(version),
+    }
+    calls = servers.each(engines, "/update_weights_from_disk", body, what=f"version {version}")
+    wait(calls)
+    errors = [(engine, call.exception()) for engine, call in zip(engines, calls, strict=True)]
+    refused = [engine for engine, error in errors if but is not None and but in str(error)]
+    failures = [error for engine, error in errors if error is not None and engine not in refused]
+    if failures:
+        raise EngineError("; ".join(str(error) for error in failures)) from failures[0]
+    return refused

@@ -1,0 +1,114 @@
+"""Drivers: what `sync.transport = "ipc"`, "distributed", "disk" and "delta" stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.transport import TransportDriver
+
+if TYPE_CHECKING:
+    from slime_core.contracts.example import Example
+    from slime_sglang.transports.delta import DeltaSender
+    from slime_sglang.transports.disk import DiskSender
+    from slime_sglang.transports.distributed import DistributedSender
+    from slime_sglang.transports.ipc import IpcSender
+    from slime_sglang.transports.sent import SentTransport
+
+
+class SentConfig(DriverConfig):
+    update_weight_buffer_size: int = Field(default=2 * 2**30, ge=1)
+    """Bytes per bucket. Two are alive at a time on the sending rank, and about two on each rank of an engine: with
+    little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
+    check_weight_update_equal: bool = False
+    """Compare every tensor that the engines hold after a push with the trainer's, by checksum. It reads all weights to
+    the host on both sides."""
+    update_weights_timeout: float = Field(default=600.0, gt=0)
+    """Seconds for any one call: a bucket, a file, a group."""
+
+
+class SentDriver(TransportDriver):
+    serves: ClassVar[tuple[str, ...]] = ("sglang",)
+
+    @classmethod
+    def build(cls, config: Any) -> SentTransport:
+        from slime_sglang.transports.sent import SentTransport
+
+        return SentTransport()
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_core.contracts.example import TransportExample
+        from slime_sglang.transports.partner import serve
+
+        return (TransportExample(options={"update_weight_buffer_size": 64}, partner=serve),)
+
+
+class IpcConfig(SentConfig):
+    pass
+
+
+class Ipc(SentDriver):
+    """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU /dev/shm)."""
+
+    Config = IpcConfig
+
+    @classmethod
+    def build_sender(cls, config: Any) -> IpcSender:
+        from slime_sglang.transports.ipc import IpcSender
+
+        return IpcSender(config)
+
+
+class DistributedConfig(SentConfig):
+    pass
+
+
+class Distributed(SentDriver):
+    """The first trainer rank broadcasts to all engines' ranks: NCCL on GPUs, gloo on a CPU."""
+
+    Config = DistributedConfig
+
+    @classmethod
+    def build_sender(cls, config: Any) -> DistributedSender:
+        from slime_sglang.transports.distributed import DistributedSender
+
+        return DistributedSender(config)
+
+
+class DiskConfig(SentConfig):
+    pass
+
+
+class Disk(SentDriver):
+    """safetensors below the run's folder, which engines on other machines must see under the same path."""
+
+    Config = DiskConfig
+
+    @classmethod
+    def build_sender(cls, config: Any) -> DiskSender:
+        from slime_sglang.transports.disk import DiskSender
+
+        return DiskSender(config)
+
+
+class DeltaConfig(SentConfig):
+    compression_level: int = Field(default=1, ge=1, le=19)
+    """Of zstd. More than 1 saves a few percent and costs several times as long."""
+
+
+class Delta(SentDriver):
+    """Only what changed since the last version, compressed, below the run's folder. The trainer's first rank keeps a copy
+    of the weights in host memory. For servers that slime starts."""
+
+    Config = DeltaConfig
+
+    @classmethod
+    def build_sender(cls, config: Any) -> DeltaSender:
+        from slime_sglang.transports.delta import DeltaSender
+
+        return DeltaSender(config)

@@ -1,0 +1,95 @@
+"""What the four senders have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
+from slime_sglang.transports.equality import Digests, require_equal
+from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.servers import Servers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime_sglang.transports.plugin import SentConfig
+
+
+class ServerSender(WeightSender):
+    """`send` exports once. Whatever fails, the export is exhausted: other ranks wait for this one in its gathers.
+
+    What the backend says never changes is sent to an engine once, unless all is to be compared.
+
+    No call flushes a cache: with requests that wait SGLang would die of it. Engines do it in `weights_sent`.
+    """
+
+    skips_frozen: ClassVar[bool] = True
+
+    def __init__(self, config: SentConfig) -> None:
+        self._config = config
+        self._place: SenderSetup | None = None
+        self._servers: Servers | None = None
+        self._complete: set[EngineEndpoint] = set()
+        """Engines that were sent what never changes."""
+
+    def setup(self, setup: SenderSetup) -> None:
+        self._place = setup
+        self._servers = Servers(self._config.update_weights_timeout)
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank needs whole tensors, not only the first."""
+        return False
+
+    @property
+    def place(self) -> SenderSetup:
+        assert self._place is not None
+        return self._place
+
+    @property
+    def servers(self) -> Servers:
+        assert self._servers is not None
+        return self._servers
+
+    def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
+        layers = iter(export(everywhere=self.everywhere))
+        checks = self._config.check_weight_update_equal
+        digests = Digests() if checks and self.place.rank == 0 else None
+        known = self.skips_frozen and not checks and self._complete.issuperset(engines)
+        self._complete, complete = set(), self._complete
+        try:
+            report = self.bring(self._without_frozen(layers) if known else layers, version, engines, digests)
+        finally:
+            for _ in layers:
+                pass
+        self._complete = complete.union(engines)
+        if digests is not None:
+            require_equal(self.servers, engines, digests, version)
+        return report
+
+    def _without_frozen(self, layers: Iterator[Mapping[str, Tensor] | None]) -> Iterator[Mapping[str, Tensor] | None]:
+        """Under adapters most of a model: what they touch comes merged."""
+        frozen = self.place.frozen
+        for layer in layers:
+            yield layer and {name: tensor for name, tensor in layer.items() if name not in frozen}
+
+    @abstractmethod
+    def bring(
+        self,
+        layers: Iterator[Mapping[str, Tensor] | None],
+        version: int,
+        engines: Sequence[EngineEndpoint],
+        digests: Digests | None,
+    ) -> SentReport:
+        """Brings the weights to every engine. `digests`: given every bucket, where they are wanted."""
+
+    def close(self) -> None:
+        if self._servers is not None:
+            self._servers.close()
+            self._servers = None
+
+
+def bucket_name(bucket: FlatBucket, version: int) -> str:
+    return f"bucket {bucket.index} of version {version} ({bucket.names[0]} ...)"

@@ -1,0 +1,64 @@
+"""Servers: HTTP calls to several servers at once, made from a thread that has other things to do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+import aiohttp
+
+from slime_core.contracts.transport import EngineEndpoint
+from slime_core.errors import EngineError
+from slime_sglang.connection import Connection, new_pool
+
+
+class Servers:
+    """An event loop in a thread of its own. Every call ends, with an answer or an EngineError."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weights-http", daemon=True)
+        self._thread.start()
+        self._pool: aiohttp.ClientSession = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+
+    async def _open(self) -> aiohttp.ClientSession:
+        return new_pool()
+
+    def post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], *, what: str = "") -> Future[Any]:
+        """Begins a call. `what` stands in its error: `bucket 3 of version 7`."""
+        return asyncio.run_coroutine_threadsafe(self._post(engine, path, body, what), self._loop)
+
+    async def _post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], what: str) -> Any:
+        connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+        try:
+            answer = await connection.post(path, body, timeout_s=self.timeout_s)
+        except EngineError as error:
+            raise EngineError(f"{what}: {error}" if what else str(error)) from error
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineError(f"{what}: {connection.name}: POST {path}: the answer is {answer!r:.300}.")
+        return answer
+
+    def each(
+        self, engines: Sequence[EngineEndpoint], path: str, body: Mapping[str, Any], *, what: str = ""
+    ) -> list[Future[Any]]:
+        return [self.post(engine, path, body, what=what) for engine in engines]
+
+    def wait(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        """All results; the first failure at once. Not only HTTP calls can be waited for."""
+        done, pending = wait(calls, timeout=self.timeout_s + 5, return_when=FIRST_EXCEPTION)
+        # An engine's own error says more than a broadcast that fails of it.
+        for call in sorted(done, key=lambda call: not isinstance(call.exception(), EngineError)):
+            call.result()
+        if pending:
+            raise EngineError(f"sending weights has not ended in {self.timeout_s:g} s.")
+        return [call.result() for call in calls]
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()

@@ -1,0 +1,144 @@
+"""One SGLang server for the whole session: it takes half a minute to start. Tests attach to it as an external one."""
+
+import asyncio
+import json
+import re
+import sys
+import threading
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.testing.tiny_model import make_tiny_model
+from slime_sglang.plugin import Sglang
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+class Background:
+    """An event loop in a thread, for what outlives a test."""
+
+    def __init__(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine, timeout_s=240):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+class Served:
+    """A running server, without anything of ours in between."""
+
+    def __init__(self, info, model, log):
+        self.address, self.token, self.model, self.pid, self.log = info.address, info.token, model, info.pid, log
+
+    def ask(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            content = answer.read()
+        return json.loads(content) if content.startswith((b"{", b"[")) else content.decode()
+
+    def renew(self):
+        """The weights of the folder, no requests, no pause, as after a start."""
+        self.ask("/continue_generation", {})
+        self.ask("/abort_request", {"abort_all": True})
+        body = {"model_path": str(self.model), "weight_version": "default", "flush_cache": False}
+        self.ask("/update_weights_from_disk", body)
+
+    @property
+    def options(self):
+        path = self.log.parent / "token"
+        path.write_text(self.token)
+        return {
+            "external_engine_addrs": (self.address,),
+            "external_engine_token_file": str(path),
+            "control_timeout": 60.0,
+        }
+
+
+def setup_for(model, run_dir, **more):
+    settings = {"index": 0, "device": "cpu", "seed": 0, "max_context_len": 600, "max_batch": 32}
+    return EngineSetup(model_path=model, run_dir=run_dir, **(settings | more))
+
+
+class EveryTestRuns:
+    """With --every-test-runs a test that is skipped, expected to fail or left out fails the session; at its end stands what
+    was running."""
+
+    def __init__(self):
+        self.not_run = []
+
+    def pytest_deselected(self, items):
+        self.not_run += [item.nodeid for item in items if item.get_closest_marker("sglang")]
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped or hasattr(report, "wasxfail"):
+            self.not_run.append(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.skipped:
+            self.not_run.append(report.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if self.not_run and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter, config):
+        terminalreporter.section("engines")
+        for name in ("sglang", "sglang-router", "torch", "transformers", "ray"):
+            terminalreporter.line(f"{name} {version(name)}")
+        logs = list(Path(config._tmp_path_factory.getbasetemp()).rglob("sglang-*.log"))
+        prefills = [count for log in logs for count in re.findall(r"#new-seq: (\d+)", log.read_text(errors="replace"))]
+        terminalreporter.line(f"{len(logs)} servers and routers, {sum(map(int, prefills))} requests served")
+        for name in self.not_run:
+            terminalreporter.line(f"NOT RUN {name}: a test that is left out or skipped counts as failed", red=True)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-test-runs", action="store_true", help="A skipped or deselected test fails the session.")
+
+
+def pytest_configure(config):
+    if config.getoption("--every-test-runs"):
+        config.pluginmanager.register(EveryTestRuns())
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def served(tiny, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    background = Background()
+    engine = Sglang.build(Sglang.Config(start_timeout=240))
+    try:
+        info = background.run(engine.start(setup_for(tiny, run_dir)))
+        yield Served(info, tiny, run_dir / "logs" / "sglang-0-0.log")
+    finally:
+        background.run(engine.stop())
+        background.close()
+
+
+@pytest.fixture
+def attached(served, tmp_path):
+    """`attached(**options)`: an engine, not started, on the server, whose weights are those of the folder."""
+
+    def build(**options):
+        served.renew()
+        return Sglang.build(Sglang.Config(**(served.options | options)))
+
+    return build

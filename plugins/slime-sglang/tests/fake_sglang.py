@@ -1,0 +1,91 @@
+"""A server with SGLang's routes and no model. `python -m fake_sglang` reads its options like the real one's launcher."""
+
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class FakeSglang(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, model_info, *, token="tok", port=0, behave="well"):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.model_info = {"weight_version": "default", **model_info}
+        self.token, self.behave = token, behave
+        self.requests = []
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.answer()
+
+    do_POST = do_GET
+
+    def answer(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        options = json.loads(body) if body else {}
+        server.requests.append((self.path, options))
+        if self.headers.get("Authorization") != f"Bearer {server.token}":
+            return self.send(401, {"error": "Unauthorized"})
+        if self.path == "/generate":
+            return self.generate(options)
+        if "weight_version" in options and server.behave != "keeps its version":
+            server.model_info["weight_version"] = options["weight_version"]
+        answers = {
+            "/model_info": server.model_info,
+            "/server_info": {"version": "0.0", "tp_size": 1},
+            "/health": {},
+            "/health_generate": {},
+        }
+        return self.send(200, answers.get(self.path, {"success": True, "message": ""}))
+
+    def generate(self, options):
+        behave = self.server.behave
+        probe = options["input_ids"] == [0]
+        if behave == "hangs" and not probe:
+            time.sleep(60)
+        if behave == "answers garbage" and not probe:
+            return self.send(200, "<html>bad gateway</html>")
+        version = self.server.model_info["weight_version"]
+        if behave == "answers another version" and not probe:
+            version = "17"
+        count = options["sampling_params"]["max_new_tokens"]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, 3, None]] * count,
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": count}],
+        }
+        return self.send(200, {"text": "", "meta_info": meta})
+
+    def send(self, status, content):
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def main():
+    options = json.loads(sys.stdin.buffer.readline())
+    print("loading", options["model_path"], flush=True)
+    if "dies" in options["model_path"]:
+        sys.exit("no kernel image is available")
+    if "hangs" in options["model_path"]:
+        time.sleep(60)
+    FakeSglang({}, token=options["api_key"], port=options["port"]).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a user is told: `slime` as a subprocess, against a server that misbehaves."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fake_sglang import FakeSglang
+
+SLIME = Path(sys.executable).with_name("slime")
+
+
+@pytest.fixture(scope="module")
+def run_file(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(2) for b in range(2)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "run.toml").write_text(
+        f"""
+name = "bad"
+backend = "fsdp"
+engine = "sglang"
+reward = "math"
+algo = "grpo"
+model = {{ hf_checkpoint = "{tiny}" }}
+data = {{ prompt_data = "train.jsonl", input_key = "prompt", label_key = "label" }}
+rollout = {{ rollout_batch_size = 2, n_samples_per_prompt = 2, rollout_max_response_len = 4, max_retries = 0 }}
+train = {{ num_rollout = 1, global_batch_size = 4, lr = 1e-4 }}
+"""
+    )
+    return folder / "run.toml"
+
+
+@pytest.fixture
+def fake(tiny):
+    """`fake(behave=..., **model_info)`: such a server, running."""
+    servers = []
+
+    def start(behave="well", **model_info):
+        known = {"model_path": str(tiny), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+        server = FakeSglang(known | model_info, behave=behave)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def slime(run_file, tmp_path, *flags, code):
+    command = [str(SLIME), "run", str(run_file), "--runs-dir", str(tmp_path / "runs"), *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code, said
+    assert "Traceback" not in said
+    return said
+
+
+def external(server, tmp_path, token="tok", **more):
+    (tmp_path / "token").write_text(token)
+    given = {
+        "external-engine-addrs": server.address,
+        "external-engine-token-file": tmp_path / "token",
+        "control-timeout": 10,
+    }
+    return [word for name, value in (given | more).items() for word in (f"--sglang-{name}", str(value))]
+
+
+@pytest.mark.sglang
+def test_a_misspelt_flag(run_file, tmp_path):
+    said = slime(run_file, tmp_path, "--sglang-mem-fraction-statc", "0.5", "--dry-run", code=2)
+    assert "--sglang-mem-fraction-statc: unknown flag; close match: --sglang-mem-fraction-static" in said
+
+
+@pytest.mark.sglang
+def test_a_flag_with_a_wrong_value(run_file, tmp_path):
+    said = slime(run_file, tmp_path, "--sglang-mem-fraction-static", "much", "--dry-run", code=2)
+    assert 'engine.mem_fraction_static = "much"' in said
+
+
+@pytest.mark.sglang
+def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
+    said = slime(run_file, tmp_path, "--sglang-model-path", "/elsewhere", "--dry-run", code=2)
+    assert "engine.model_path" in said
+    assert "decided by model.hf_checkpoint" in said
+
+
+@pytest.mark.sglang
+def test_another_token(run_file, tmp_path, fake):
+    said = slime(run_file, tmp_path, *external(fake(), tmp_path, token="other"), code=5)
+    assert "refuses the token" in said
+    assert "engine.external_engine_token_file" in said
+
+
+@pytest.mark.sglang
+def test_another_model(run_file, tmp_path, fake):
+    said = slime(run_file, tmp_path, *external(fake(model_type="llama", model_path="/models/llama"), tmp_path), code=5)
+    assert "another model than the run: model_type llama instead of qwen3" in said
+
+
+@pytest.mark.sglang
+def test_nobody_there(run_file, tmp_path, fake):
+    server = fake()
+    server.shutdown()
+    server.server_close()
+    said = slime(run_file, tmp_path, *external(server, tmp_path), code=5)
+    assert f"http://{server.address}" in said
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("behave", "words"),
+    [
+        ("answers garbage", "answers with what is no JSON: <html>bad gateway</html>"),
+        ("answers another version", "said to be of version 17, but the server was given version 0"),
+        ("keeps its version", "version 0 was loaded, but its servers say [-1]"),
+    ],
+)
+def test_answers_that_cannot_be_right(run_file, tmp_path, fake, behave, words):
+    said = slime(run_file, tmp_path, *external(fake(behave), tmp_path), "--no-use-fault-tolerance", code=5)
+    assert words in said
+
+
+@pytest.mark.sglang
+def test_a_server_that_hangs(run_file, tmp_path, fake):
+    flags = external(fake("hangs"), tmp_path, **{"request-timeout": 2})
+    said = slime(run_file, tmp_path, *flags, "--no-use-fault-tolerance", code=5)
+    assert "POST /generate has not been answered in 2 s" in said

@@ -1,0 +1,111 @@
+"""What is asked of /generate, what is believed of its answer, and how an answer goes on after a publish."""
+
+import math
+
+import numpy as np
+import pytest
+
+from slime_core.errors import EngineError
+from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_sglang.generation import RequestIds, Running
+
+
+def running(**sampling):
+    params = SamplingParams(**({"max_new_tokens": 8} | sampling))
+    return Running(
+        GenerateRequest(request_id="a/1/0", token_ids=np.array([5, 6], np.int32), sampling=params, seed=2**63 + 7)
+    )
+
+
+def reply(tokens, reason="length", spans=None, version="default", **meta):
+    pairs = [[-0.5 - place, token, None] for place, token in enumerate(tokens)]
+    told = (
+        {}
+        if spans is None
+        else {"weight_versions": [dict(zip(("version", "start", "end"), s, strict=True)) for s in spans]}
+    )
+    return {
+        "meta_info": {
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": pairs,
+            "weight_version": version,
+            **told,
+            **meta,
+        }
+    }
+
+
+def take(run, answer, expected=None):
+    return run.take(answer, expected_version=expected, vocab_size=25, server="engine 0 (http://x)")
+
+
+def test_body():
+    body = running(temperature=0.7, stop=("ab",), stop_token_ids=(3,), min_new_tokens=2).body(room=100)
+    assert body["input_ids"].tolist() == [5, 6]
+    params = body["sampling_params"]
+    assert (params["temperature"], params["stop"], params["stop_token_ids"]) == (0.7, ["ab"], [3])
+    assert (params["min_new_tokens"], params["max_new_tokens"], params["sampling_seed"], params["n"]) == (2, 8, 7, 1)
+    # Nothing may end it before its budget, which the context may cut.
+    params = running(min_new_tokens=8, stop_token_ids=(3,)).body(room=5)["sampling_params"]
+    assert params["ignore_eos"] is True
+    assert params["max_new_tokens"] == 5
+    assert not {"min_new_tokens", "stop_token_ids"} & set(params)
+
+
+def test_an_answer_of_two_parts():
+    run = running()
+    assert take(run, reply([7, 8, 9], "abort", cached_tokens=2), expected=-1) is FinishReason.ABORT
+    run.break_off()
+    body = run.body(room=100)
+    assert body["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert body["sampling_params"]["max_new_tokens"] == 5
+    assert take(run, reply([1], "stop", spans=[("4", 0, 1)], cached_tokens=4), expected=4) is FinishReason.STOP
+    whole = run.completion(FinishReason.STOP, 0)
+    assert whole.token_ids.tolist() == [7, 8, 9, 1]
+    assert whole.log_probs.tolist() == [-0.5, -1.5, -2.5, -0.5]
+    assert [tuple(span) for span in whole.spans] == [(-1, 0, 3), (4, 3, 4)]
+    assert whole.cached_tokens == 2
+
+
+def test_a_stop_string_across_two_parts_is_not_missed():
+    run = running(stop=("xyz", "q"))
+    take(run, reply([7, 8, 9, 10, 11], "abort", spans=[("0", 0, 1), ("1", 1, 5)]))
+    run.break_off()
+    # A string of three characters is written by three tokens at most: two of them could stand at the end.
+    assert run.token_ids == [7, 8]
+    assert [tuple(span) for span in run.spans] == [(0, 0, 1), (1, 1, 2)]
+    take(run, reply([1], "stop", version="1"))
+    assert [tuple(span) for span in run.completion(FinishReason.STOP, 0).spans] == [(0, 0, 1), (1, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("<html>busy</html>", "is none"),
+        ({"text": "hello"}, "is none"),
+        ([1, 2], "is none"),
+        (reply([7, 25]), "token 25 is not among the model's 25"),
+        (reply([7] * 9), "it has 9 tokens, and may have 8"),
+        (reply([7], output_token_logprobs=[[math.nan, 7, None]]), "is no log-prob"),
+        (reply([7], output_token_logprobs=[[0.5, 7, None]]), "is no log-prob"),
+        (reply([7], output_token_logprobs=[[None, 7, None]]), "is none"),
+        (reply([7], version="mine"), "is none"),
+        (reply([7, 8], spans=[("3", 0, 1)]), "do not cover"),
+        (reply([7], version="5"), "said to be of version 5, but the server was given version 3"),
+        (reply([7], "exploded"), "exploded"),
+        (reply([], "abort", finish_reason={"type": "abort", "status_code": 400, "message": "too long"}), "too long"),
+    ],
+)
+def test_what_cannot_be_an_answer(answer, words):
+    with pytest.raises(EngineError, match="engine 0") as caught:
+        take(running(), answer, expected=3)
+    assert words in str(caught.value)
+
+
+def test_ids_that_do_not_meet():
+    ids = RequestIds()
+    made = [ids.next_for(name) for name in ("a/1", "a/1", *("a/1" for _ in range(20)), "a/11", "a")]
+    assert len(set(made)) == len(made)
+    assert all(made[0].startswith("a/1#") for _ in made[:1])
+    # An abort ends whatever begins with its id.
+    assert not [(one, two) for one in made for two in made if one != two and two.startswith(one)]

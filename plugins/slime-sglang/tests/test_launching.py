@@ -1,0 +1,177 @@
+"""Starting servers: options, devices, and what is said when one does not start."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import setup_for
+
+from slime_core.errors import EngineError
+from slime_sglang import launching
+from slime_sglang.connection import new_pool
+from slime_sglang.launching import devices_of, options_for, start_server
+from slime_sglang.plugin import Sglang
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def setup(tmp_path):
+    return setup_for(tmp_path / "model", tmp_path)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(launching, "MODULE", "fake_sglang")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+async def start(setup, **options):
+    pool = new_pool()
+    try:
+        started = await start_server(Sglang.Config(**options), setup, 0, pool)
+        await started.process.stop()
+        return started
+    finally:
+        await pool.close()
+
+
+def test_options(setup):
+    options = options_for(Sglang.Config(), setup, 0)
+    assert (options["device"], options["dtype"], options["attention_backend"]) == ("cpu", "float32", "torch_native")
+    assert options["enable_deterministic_inference"]
+    gpu = replace(setup, device="cuda", num_devices=4, seed=7)
+    options = options_for(Sglang.Config(servers=2), gpu, 1)
+    assert (options["tp_size"], options["dtype"], options["random_seed"]) == (2, "bfloat16", 8)
+    assert not {"attention_backend", "enable_deterministic_inference", "disable_radix_cache"} & set(options)
+    assert options_for(Sglang.Config(pause_mode="retract"), gpu, 0)["disable_radix_cache"]
+    with pytest.raises(EngineError, match="4 devices cannot be shared"):
+        options_for(Sglang.Config(servers=3), gpu, 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "place", "expected"),
+    [
+        (None, 0, 0, ("0", "1")),
+        (None, 1, 1, ("6", "7")),
+        ("4,5,6,7", 3, 0, ("4", "5")),
+        ("4,5,6,7", 3, 1, ("6", "7")),
+        ("0,1,2,3,4,5,6,7", 1, 0, ("4", "5")),
+    ],
+)
+def test_devices(setup, monkeypatch, visible, index, place, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices_of(replace(setup, index=index, num_devices=4), place, 2) == expected
+
+
+def test_too_few_devices(setup, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(EngineError, match="should have 2 GPUs"):
+        devices_of(replace(setup, num_devices=2), 0, 1)
+
+
+async def test_a_start(setup, fake):
+    started = await start(setup)
+    assert started.process.exit_code is not None
+    log = setup.run_dir / "logs" / "sglang-0-0.log"
+    assert log.stat().st_mode & 0o077 == 0, "the log may have the token in it"
+    assert started.connection.token not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+
+
+async def test_one_that_dies(setup, fake):
+    with pytest.raises(EngineError, match=r"(?s)ended with exit code 1 at start.*no kernel image is available"):
+        await start(replace(setup, model_path=Path("/dies")))
+
+
+async def test_one_that_hangs(setup, fake):
+    with pytest.raises(EngineError, match=r"(?s)has not answered in 2 s \(engine.start_timeout\).*loading /hangs"):
+        await start(replace(setup, model_path=Path("/hangs")), start_timeout=2)
+
+
+async def test_a_port_that_is_taken(setup, fake, monkeypatch):
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", 0))
+        squatter.listen()
+        taken = squatter.getsockname()[1]
+        free = launching.free_port
+        ports = iter([taken, 1])
+        monkeypatch.setattr(launching, "free_port", lambda: next(ports, None) or free())
+        started = await start(setup)
+    assert str(taken) not in started.connection.address
+    # Always taken: said so.
+    with socket.socket() as squatter:
+        squatter.bind(("127.0.0.1", 0))
+        squatter.listen()
+        monkeypatch.setattr(launching, "free_port", lambda: squatter.getsockname()[1])
+        with pytest.raises(EngineError, match=r"(?s)at start.*Address already in use"):
+            await start(setup)
+
+
+def test_it_dies_with_its_parent(setup):
+    """Killed without warning, the parent leaves no server behind."""
+    code = (
+        "import asyncio, sys, time\n"
+        "from pathlib import Path\n"
+        "from slime_sglang.process import ServerProcess\n"
+        "import os\n"
+        f"process = ServerProcess('parented', {{}}, log=Path({str(setup.run_dir / 'log')!r}), environment=os.environ)\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    (setup.run_dir / "parented.py").write_text(
+        "import sys, time\n"
+        "from slime_sglang.server.parent import die_with_parent\n"
+        "sys.stdin.buffer.readline()\n"
+        "die_with_parent()\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(setup.run_dir)}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
+    child = int(parent.stdout.readline())
+    time.sleep(0.5)
+    os.kill(child, 0)
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            state = Path(f"/proc/{child}/stat")
+            if state.exists() and state.read_text().split()[2] != "Z":
+                continue
+        break
+    else:
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("the server outlives its parent")
+
+
+async def test_the_watch_ends_requests(setup, fake, tiny):
+    """A server that is killed: those who wait hear of it at once, with its log."""
+    from slime_core.testing.tiny_serving import ask
+
+    engine = Sglang.build(Sglang.Config())
+    model_info = replace(setup, model_path=tiny)
+    info = await engine.start(model_info)
+    os.kill(info.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"killed by SIGKILL|failed"):
+        await engine.generate([ask(0, [3, 4])])
+    for _ in range(50):
+        await asyncio.sleep(0.05)
+        try:
+            await engine.health()
+        except EngineError as error:
+            if "killed by SIGKILL" in str(error):
+                break
+    else:
+        raise AssertionError("the engine is said to be well")
+    await engine.stop()
+    await engine.stop()

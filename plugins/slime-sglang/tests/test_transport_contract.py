@@ -1,0 +1,28 @@
+"""The contract kit's transport suite, every property of it, for the four. `pytest --slime-plugin slime-sglang` has them too."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime_core.testing.rollout_kinds import TRANSPORTS
+from slime_core.testing.suites import transports
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+
+
+class TransportCase:
+    """What the suite needs of a case."""
+
+    def __init__(self, driver, **options):
+        self.driver = driver
+        self.config = driver.Config(**options)
+        self.subject = SimpleNamespace(examples=driver.examples(None))
+
+    def build(self):
+        return self.driver.build(self.config)
+
+
+@pytest.mark.parametrize("options", [{}, {"update_weight_buffer_size": 64}], ids=["one bucket", "many"])
+@pytest.mark.parametrize("driver", [Ipc, Distributed, Disk, Delta])
+@pytest.mark.parametrize("name", [prop.name for prop in TRANSPORTS.properties])
+def test_property(name, driver, options):
+    getattr(transports, f"test_{name}")(TransportCase(driver, **options))

@@ -1,0 +1,465 @@
+"""Transports without SGLang: senders deliver to a server that holds no model."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup
+from slime_core.errors import EngineError, StorageError
+from slime_sglang.server import loading
+from slime_sglang.transports import folder, handles
+from slime_sglang.transports.delta_code import decode, encode
+from slime_sglang.transports.flat import flat_buckets, flatten
+from slime_sglang.transports.partner import Partner, serve_partner
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+
+DRIVERS = [Ipc, Distributed, Disk, Delta]
+
+
+def weights(seed, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.0.w": (5, 3), "a.0.bias": (7,), "a.1.w": (4, 4), "empty": (0, 2), "head": (9, 2)}
+    found = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return found | {"a.0.scale": torch.randn(3, generator=generator)}
+
+
+class Engine:
+    """An endpoint behind which somebody keeps what arrives."""
+
+    def __init__(self, stack, index=0):
+        self.tensors = {}
+        self.versions = []
+        self.refuse = None
+        self.partner = Partner(self.receive)
+        url = stack.enter_context(serve_partner(self.partner))
+        self.endpoint = EngineEndpoint(index=index, url=url, incarnation="first")
+
+    def receive(self, bucket):
+        if self.refuse == bucket.index:
+            raise EngineError("refused for the test")
+        start = 0
+        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+            size = int(np.prod(shape)) * getattr(torch, dtype).itemsize
+            self.tensors[name] = bucket.data[start : start + size].tobytes()
+            start += size
+        if bucket.last:
+            self.versions.append(bucket.version)
+
+    def holds(self, expected):
+        return self.tensors == {
+            n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for n, t in expected.items()
+        }
+
+
+class Ranks:
+    """One rank with a sender."""
+
+    def __init__(self, driver, run_dir, frozen=(), **options):
+        settings = {"update_weight_buffer_size": 40, "update_weights_timeout": 10.0} | options
+        self.sender = driver.build_sender(driver.Config(**settings))
+        where = {"model_path": run_dir, "run_dir": run_dir, "frozen": frozenset(frozen)}
+        self.sender.setup(SenderSetup(rank=0, world_size=1, device="cpu", colocated=True, **where))
+        self.exhausted = False
+
+    def send(self, tensors, version, *engines):
+        self.exhausted = False
+
+        def export(*, everywhere):
+            for name, tensor in tensors.items():
+                yield {name: tensor}
+            self.exhausted = True
+
+        return self.sender.send(export, version, [engine.endpoint for engine in engines])
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as entered:
+        yield entered
+
+
+@pytest.fixture
+def ranks(stack, tmp_path):
+    def build(driver, **options):
+        built = Ranks(driver, tmp_path, **options)
+        stack.callback(built.sender.close)
+        return built
+
+    return build
+
+
+# -------------------------------------------------------------------- buckets
+
+
+def test_buckets_keep_every_tensor_aligned():
+    layers = [{"half": torch.arange(3, dtype=torch.bfloat16), "wide": torch.arange(2.0)}, None, {"big": torch.ones(99)}]
+    nothing, first, second = flat_buckets(layers, 16)
+    assert nothing is None
+    assert (first.names, first.ends, first.last) == (("wide", "half"), [8, 14], False)
+    assert (second.names, second.data.nbytes, second.last, second.index) == (("big",), 396, True, 1)
+    assert {name: tensor.tolist() for name, tensor in first.tensors()} == {"wide": [0, 1], "half": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("changed", [[], [0], [69], [3, 17, 18, 40], list(range(70))])
+def test_a_delta_is_what_changed(changed):
+    """Against bytes written by hand: 10 float32, 20 bfloat16, 10 int8 elements."""
+    before = np.random.default_rng(0).integers(0, 256, 90, dtype=np.uint8)
+    after = before.copy()
+    for place in changed:
+        after[place] ^= 0xFF
+    dtypes, ends = [torch.float32, torch.bfloat16, torch.int8], [40, 80, 90]
+    tensors = [
+        ("f", torch.from_numpy(after[:40].copy()).view(torch.float32)),
+        ("h", torch.from_numpy(after[40:80].copy()).view(torch.bfloat16)),
+        ("i", torch.from_numpy(after[80:].copy()).view(torch.int8)),
+    ]
+    held = torch.from_numpy(before.copy())
+    content, parts = encode(held, flatten(tensors, index=0, last=True), level=1)
+    assert held.numpy().tobytes() == after.tobytes(), "the copy follows"
+    rebuilt = before.copy()
+    widths = []
+    for width, start, end, positions, values in decode(content, parts, dtypes, ends):
+        widths.append(width)
+        rebuilt[start:end].reshape(-1, width)[positions.numpy()] = values.numpy().view(np.uint8).reshape(-1, width)
+    assert widths == [4, 2, 1]
+    assert rebuilt.tobytes() == after.tobytes()
+
+
+class Fused(torch.nn.Module):
+    """Stacks two projections, as SGLang does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+        for layer in self.layers:
+            layer.gate_up = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16), requires_grad=False)
+            layer.norm = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, named):
+        for name, tensor in named:
+            _, number, part = name.split(".")
+            own = self.layers[int(number)]
+            target = own.norm if part == "norm" else own.gate_up[:4] if part == "gate" else own.gate_up[4:]
+            target.copy_(tensor)
+
+
+def fused_weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (4, 3), "up": (4, 3), "norm": (3,)}
+    return {
+        f"layers.{n}.{part}": torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for n in range(2)
+        for part, shape in shapes.items()
+    }
+
+
+class Updater:
+    def __init__(self, model):
+        self.get_model = lambda: model
+
+
+def written(root, tensors, held, base, identity):
+    """A folder with a delta to `held`, as the sender writes it."""
+    path = root / identity
+    path.mkdir()
+    bucket = flatten(list(tensors.items()), index=0, last=True)
+    content, parts = encode(held, bucket, level=1)
+    (path / "x.zst").write_bytes(content)
+    entry = folder.FileEntry(
+        file="x.zst",
+        names=bucket.names,
+        checksum=folder.xxhash.xxh3_64_hexdigest(content),
+        nbytes=len(content),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
+        shapes=bucket.shapes,
+        parts=tuple(parts),
+    )
+    manifest = folder.Manifest(version=2, identity=identity, base=base, buckets=(entry,))
+    (path / folder.MANIFEST).write_text(manifest.model_dump_json())
+    return path
+
+
+def test_a_server_applies_a_delta_through_its_own_loader(tmp_path):
+    model, old, new = Fused(), fused_weights(1), fused_weights(1)
+    model.load_weights(old.items())
+    model.slime_weights_identity = "one"
+    new["layers.0.up"][2, 1] += 1
+    new["layers.1.gate"] = new["layers.1.gate"] * 2
+    new["layers.1.norm"][0] = -0.0
+    held = flatten(list(old.items()), index=0, last=True).data
+    path = written(tmp_path, new, held, "one", "two")
+    original = Updater(model)
+    assert loading.load_from_disk(None, original, str(path), "safetensors") == (True, "Applied the delta to version 2.")
+    expected = Fused()
+    expected.load_weights(new.items())
+    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), name
+    # A second time it is a delta to other weights.
+    loaded, message = loading.load_from_disk(None, original, str(path), "safetensors")
+    assert not loaded
+    assert loading.WRONG_BASE in message
+    loading.forget_base(lambda updater: None, original)
+    assert model.slime_weights_identity is None
+
+
+def test_a_damaged_delta_changes_nothing(tmp_path):
+    model, old, new = Fused(), fused_weights(1), fused_weights(2)
+    model.load_weights(old.items())
+    model.slime_weights_identity = "one"
+    path = written(tmp_path, new, flatten(list(old.items()), index=0, last=True).data, "one", "two")
+    content = bytearray((path / "x.zst").read_bytes())
+    content[9] ^= 1
+    (path / "x.zst").write_bytes(content)
+    before = [parameter.clone() for parameter in model.parameters()]
+    loaded, message = loading.load_from_disk(None, Updater(model), str(path), "safetensors")
+    assert not loaded
+    assert "bucket 0 of version 2" in message
+    assert "checksum" in message
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+# -------------------------------------------------------------------- senders
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_all_engines_hold_the_same_bytes(driver, ranks, stack):
+    engines = [Engine(stack, 0), Engine(stack, 1)]
+    rank = ranks(driver)
+    for version in (1, 2, 2, 3):
+        report = rank.send(weights(version), version, *engines)
+        assert report.buckets > 2
+        assert all(engine.holds(weights(version)) for engine in engines)
+        assert rank.exhausted
+    assert engines[0].versions == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_error_names_engine_and_bucket_and_the_export_is_exhausted(driver, ranks, stack):
+    good, bad = Engine(stack, 0), Engine(stack, 1)
+    bad.refuse = 1
+    rank = ranks(driver)
+    with pytest.raises(EngineError, match=r"version 4.*engine 1.*refused for the test") as caught:
+        rank.send(weights(1), 4, good, bad)
+    assert driver in (Disk, Delta) or "bucket 1 of version 4" in str(caught.value)
+    assert rank.exhausted
+    bad.refuse = None
+    rank.send(weights(2), 5, good, bad)
+    assert good.holds(weights(2))
+    assert bad.holds(weights(2))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_dead_engine_is_an_error_soon(driver, ranks, stack):
+    engine = Engine(stack, 0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    dead = Engine(stack, 3)
+    dead.endpoint = replace(dead.endpoint, url=url)
+    rank = ranks(driver)
+    with pytest.raises(EngineError, match="engine 3"):
+        rank.send(weights(1), 1, engine, dead)
+    assert rank.exhausted
+    rank.send(weights(2), 2, engine)
+    assert engine.holds(weights(2))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_engine_that_hangs_is_an_error_after_the_timeout(driver, ranks, stack):
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    engine = Engine(stack, 2)
+    engine.endpoint = replace(engine.endpoint, url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    rank = ranks(driver, update_weights_timeout=0.3)
+    with pytest.raises(EngineError, match=r"engine 2|has not ended"):
+        rank.send(weights(1), 1, engine)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_no_engine_is_asked_to_flush(driver, ranks, stack):
+    """With waiting requests SGLang would die of it."""
+    engine = Engine(stack)
+    bodies = []
+    answer = engine.partner.answer
+    engine.partner.answer = lambda path, body: (bodies.append((path, body)), answer(path, body))[1]
+    ranks(driver).send(weights(1), 1, engine)
+    updates = [body for path, body in bodies if path.startswith("/update_weights")]
+    assert updates
+    assert all(body["flush_cache"] is False for body in updates)
+    assert [body.get("weight_version") for body in updates][-1] == "1"
+    assert all(body.get("weight_version") is None for body in updates[:-1])
+
+
+def test_a_group_lives_as_long_as_its_engines(ranks, stack):
+    engines = [Engine(stack, 0), Engine(stack, 1)]
+    rank = ranks(Distributed)
+    for version in (1, 2):
+        rank.send(weights(version), version, *engines)
+    assert [engine.partner.calls.count("/init_weights_update_group") for engine in engines] == [1, 1]
+    # A restarted server has forgotten its groups.
+    engines[1].partner.groups.clear()
+    engines[1].endpoint = replace(engines[1].endpoint, incarnation="second")
+    rank.send(weights(3), 3, *engines)
+    assert all(engine.holds(weights(3)) for engine in engines)
+    assert [len(engine.partner.groups) for engine in engines] == [1, 1]
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_what_never_changes_is_sent_to_an_engine_once(driver, ranks, stack):
+    engine = Engine(stack)
+    rank = ranks(driver, frozen=["a.1.w", "head"])
+    rank.send(weights(1), 1, engine)
+    changed = weights(2) | {name: weights(1)[name] for name in ("a.1.w", "head")}
+    engine.tensors.pop("head")
+    report = rank.send(changed, 2, engine)
+    assert driver is Delta or report.bytes_sent == sum(t.nbytes for t in changed.values()) - 32 - 36
+    assert driver is Delta or "head" not in engine.tensors
+    engine.endpoint = replace(engine.endpoint, incarnation="second")
+    rank.send(changed, 2, engine)
+    assert engine.holds(changed)
+    engine.refuse = 0
+    with pytest.raises(EngineError):
+        rank.send(changed, 3, engine)
+    engine.refuse = None
+    engine.tensors.clear()
+    rank.send(changed, 3, engine)
+    assert engine.holds(changed), "after a failure nothing is taken for granted"
+
+
+def test_versions_before_are_removed(ranks, stack, tmp_path):
+    (tmp_path / "weights" / "99").mkdir(parents=True)
+    engine, rank = Engine(stack), ranks(Disk)
+    for version in (1, 2):
+        rank.send(weights(version), version, engine)
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == [str(version)]
+
+
+def test_a_file_that_is_damaged_after_it_was_written(ranks, stack, monkeypatch):
+    engine, rank = Engine(stack), ranks(Disk)
+    finish = folder.finish
+
+    def damage(beside, manifest):
+        path = finish(beside, manifest)
+        file = path / manifest.buckets[1].file
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return path
+
+    monkeypatch.setattr(folder, "finish", damage)
+    with pytest.raises(EngineError, match=r"engine 0 .*bucket 1 of version 1 .*checksum"):
+        rank.send(weights(1), 1, engine)
+    assert engine.tensors == {}
+    # A server without slime's checks is not told at all.
+    monkeypatch.setattr(engine.partner, "_check", lambda body: (_ for _ in ()).throw(EngineError("Unsupported action")))
+    calls = len(engine.partner.calls)
+    with pytest.raises(EngineError, match=r"engines \[0\] were not told: bucket 1 of version 1 .*checksum"):
+        rank.send(weights(1), 1, engine)
+    assert "/update_weights_from_disk" not in engine.partner.calls[calls:]
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_a_full_disk(driver, ranks, stack, monkeypatch, tmp_path):
+    def full(tensors, path, metadata):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "save_file", full)
+    engine, rank = Engine(stack), ranks(driver)
+    with pytest.raises(StorageError, match="no space left"):
+        rank.send(weights(1), 1, engine)
+    assert list((tmp_path / "weights").iterdir()) == []
+    monkeypatch.undo()
+    rank.send(weights(1), 1, engine)
+    assert engine.holds(weights(1))
+
+
+def test_shared_memory_that_is_full(ranks, stack, monkeypatch):
+    class Full:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine, rank = Engine(stack), ranks(Ipc)
+    monkeypatch.setattr(handles.os, "fdopen", lambda descriptor, mode: (os.close(descriptor), Full())[1])
+    with pytest.raises(StorageError, match="smaller --update-weight-buffer-size"):
+        rank.send(weights(1), 1, engine)
+
+
+def test_shared_memory_is_given_back(ranks, stack):
+    engine, rank = Engine(stack), ranks(Ipc)
+    rank.send(weights(1), 1, engine)
+    engine.refuse = 1
+    with pytest.raises(EngineError):
+        rank.send(weights(1), 1, engine)
+    assert list(Path("/dev/shm").glob(f"slime-{os.getpid()}-*")) == []
+
+
+def test_a_delta_is_small_and_a_wrong_base_gets_everything(ranks, stack):
+    engines = [Engine(stack, 0), Engine(stack, 1)]
+    rank = ranks(Delta, update_weight_buffer_size=10**6)
+    tensors = {"a.w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
+    whole = rank.send(tensors, 1, *engines).bytes_sent
+    assert whole == 20_000
+    tensors["a.w"][::10, ::10] *= 2
+    assert rank.send(tensors, 2, *engines).bytes_sent < 500
+    assert all(engine.holds(tensors) for engine in engines)
+    # One engine says that it holds something else, another one is a new process.
+    tensors["a.w"][5, 5] = 7
+    engines[0].partner._identity = "other"
+    assert rank.send(tensors, 3, *engines).bytes_sent > whole
+    assert all(engine.holds(tensors) for engine in engines)
+    tensors["a.w"][5, 5] = 8
+    engines[1].endpoint = replace(engines[1].endpoint, incarnation="second")
+    assert rank.send(tensors, 4, *engines).bytes_sent > whole
+    assert all(engine.holds(tensors) for engine in engines)
+    # Other tensors: nothing to compare with.
+    tensors["a.b"] = torch.ones(3)
+    assert rank.send(tensors, 5, *engines).bytes_sent > whole
+    assert all(engine.holds(tensors) for engine in engines)
+
+
+def test_deltas_need_a_server_that_can_apply_them(ranks, stack, monkeypatch):
+    engine, rank = Engine(stack), ranks(Delta)
+    monkeypatch.setattr(engine.partner, "_check", lambda body: (_ for _ in ()).throw(EngineError("Unsupported action")))
+    with pytest.raises(EngineError, match="cannot apply deltas"):
+        rank.send(weights(1), 1, engine)
+    assert "/update_weights_from_disk" not in engine.partner.calls
+
+
+def test_ipc_needs_the_trainers_devices(tmp_path):
+    sender = Ipc.build_sender(Ipc.Config())
+    with pytest.raises(EngineError, match="colocate"):
+        sender.setup(
+            SenderSetup(rank=0, world_size=2, device="cuda", model_path=tmp_path, run_dir=tmp_path, colocated=False)
+        )
+
+
+def test_two_ranks_that_gather(tmp_path):
+    """The second rank has half of every tensor and sends nothing itself; an error on the first does not strand it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).parent / "two_ranks.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen([sys.executable, script, str(rank), str(port), tmp_path], env=environment) for rank in range(2)
+    ]
+    try:
+        assert [process.wait(60) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()

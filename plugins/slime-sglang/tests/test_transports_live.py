@@ -1,0 +1,161 @@
+"""The four transports against a real server: what it answers afterwards is what transformers makes of the weights."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from conftest import setup_for
+
+from slime_core.contracts.transport import SenderSetup
+from slime_core.errors import EngineError
+from slime_core.testing.tiny_model import load_plain, log_probs_of, logits_of, moved, prompts
+from slime_core.testing.tiny_serving import NATS, ask, tokens_of
+from slime_sglang.transports import folder
+from slime_sglang.transports.equality import Digests, require_equal
+from slime_sglang.transports.flat import flatten
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+
+pytestmark = pytest.mark.sglang
+
+DRIVERS = {"disk": Disk, "distributed": Distributed, "ipc": Ipc, "delta": Delta}
+BUCKET = 4096
+"""Bytes: the tiny model is about twenty buckets."""
+
+
+class Rank:
+    """`TrainerLink` of one rank whose weights are a transformers model's."""
+
+    def __init__(self, driver, run_dir, model, **options):
+        self.model = model
+        settings = {"update_weight_buffer_size": BUCKET, "check_weight_update_equal": True}
+        settings |= {"update_weights_timeout": 30.0} | options
+        self.config = driver.Config(**settings)
+        self.sender = driver.build_sender(self.config)
+        self.transport = driver.build(self.config)
+        self.sender.setup(
+            SenderSetup(rank=0, world_size=1, device="cpu", model_path=run_dir, run_dir=run_dir, colocated=True)
+        )
+
+    def export(self, *, everywhere):
+        for name, tensor in self.model.state_dict().items():
+            yield {name: tensor.float()}
+
+    async def send(self, version, engines):
+        return [await asyncio.to_thread(self.sender.send, self.export, version, engines)]
+
+
+class Link:
+    """`EngineLink` of one engine in this loop."""
+
+    num_engines = 1
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def each(self, method, *args):
+        return [await getattr(self.engine, method)(*args)]
+
+
+def play(build, tiny, tmp_path, scene, **options):
+    async def whole():
+        engine = build()
+        await engine.start(setup_for(tiny, tmp_path))
+        try:
+            await asyncio.wait_for(scene(engine), 120)
+        finally:
+            await engine.stop()
+
+    asyncio.run(whole())
+
+
+async def publish(rank, engine, version):
+    await engine.pause()
+    report = await rank.transport.push(rank, Link(engine), version)
+    await engine.resume()
+    return report
+
+
+async def require_answers(engine, model, version):
+    """Greedy tokens, log-probs and version."""
+    requests = [ask(n, prompt, name=f"v{version}/{n}", temperature=0.0) for n, prompt in enumerate(prompts(3))]
+    for request, got in zip(requests, await engine.generate(requests), strict=True):
+        tokens = request.token_ids.tolist()
+        with torch.no_grad():
+            expected = log_probs_of(model, tokens, tokens_of(got), 1.0)[0].numpy()
+            for token in tokens_of(got):
+                assert token == int(logits_of(model, tokens)[-1].argmax())
+                tokens.append(token)
+        assert np.abs(expected - got.log_probs).max() < NATS
+        assert {span.version for span in got.spans} == {version}
+
+
+@pytest.mark.parametrize("name", sorted(DRIVERS))
+def test_the_engine_answers_as_transformers_with_the_new_weights(name, attached, tiny, tmp_path):
+    model = load_plain(tiny)
+    rank = Rank(DRIVERS[name], tmp_path, model)
+
+    async def scene(engine):
+        for version in (1, 2):
+            moved(model, seed=version)
+            report = await publish(rank, engine, version)
+            assert report.version == version
+            assert report.buckets > 5
+            assert await engine.version() == version
+            await require_answers(engine, model, version)
+
+    try:
+        play(attached, tiny, tmp_path, scene)
+    finally:
+        rank.sender.close()
+
+
+def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, served):
+    """A damaged bucket, by disk and as a delta; a wrong version; weights that are not the trainer's. It lives on."""
+    model = load_plain(tiny)
+    disk, delta = Rank(Disk, tmp_path / "disk", model), Rank(Delta, tmp_path / "delta", model)
+    finish = folder.finish
+
+    def damage(beside, manifest):
+        path = finish(beside, manifest)
+        file = path / manifest.buckets[2].file
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return path
+
+    async def scene(engine):
+        report = await publish(delta, engine, 1)
+        whole = report.bytes_sent
+        sent = {name: tensor.float().clone() for name, tensor in model.state_dict().items()}
+        await require_answers(engine, model, 1)
+        await engine.pause()
+        for rank in (disk, delta):
+            monkeypatch.setattr(folder, "finish", damage)
+            with torch.no_grad():
+                next(model.parameters())[0] += 1e-3
+            with pytest.raises(EngineError, match=r"engine 0 .*bucket 2 of version 2 .*checksum"):
+                await rank.transport.push(rank, Link(engine), 2)
+            monkeypatch.undo()
+        with pytest.raises(EngineError, match="version 7 was loaded, but its servers say"):
+            await engine.weights_sent(7)
+        digests = Digests()
+        digests.add(flatten(list((sent | {"model.norm.weight": torch.full((32,), 0.5)}).items()), index=0, last=True))
+        with pytest.raises(EngineError, match=r"does not hold what the trainer sent: model\.norm\.weight\.$"):
+            require_equal(delta.sender.servers, await engine.endpoints(), digests, 2)
+        # What the server holds is no longer what was sent, and it says so: everything is sent again.
+        served.ask("/update_weights_from_disk", {"model_path": str(tiny), "flush_cache": False})
+        report = await delta.transport.push(delta, Link(engine), 2)
+        assert report.bytes_sent >= whole
+        with torch.no_grad():
+            next(model.parameters())[3, 3] += 0.5
+        report = await delta.transport.push(delta, Link(engine), 3)
+        assert report.bytes_sent < whole / 10
+        await engine.resume()
+        await require_answers(engine, model, 3)
+
+    try:
+        play(attached, tiny, tmp_path, scene)
+    finally:
+        disk.sender.close()
+        delta.sender.close()

@@ -1,0 +1,237 @@
+"""EngineSupervisor: sees to it that lost engines come back.
+
+It asks every engine in service how it is, on a clock of its own. An engine that fails, there or with a request, is taken
+out of service, stopped hard, started anew, brought the current weights, asked once more, and put into service again. An
+engine for which that does not help ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from slime_core.config.rollout import RolloutConfig
+from slime_core.contracts.engine import EngineInfo
+from slime_core.contracts.transport import EngineLink
+from slime_core.errors import EngineError
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.seat import EngineHandle
+
+RESTARTS: Final = "rollout/engine_restarts"
+REDISPATCHED: Final = "rollout/redispatched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthRules:
+    """When an engine is asked, and how much is too much."""
+
+    interval_s: float = 30.0
+    timeout_s: float = 30.0
+    first_wait_s: float = 0.0
+    max_restarts: int = 3
+    window_s: float = 3600.0
+    start_limit_s: float = 1800.0
+    pause_s: float = 1.0
+    """Before a second restart in a row; twice as long before each that follows."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> HealthRules:
+        return cls(
+            interval_s=config.rollout_health_check_interval,
+            timeout_s=config.rollout_health_check_timeout,
+            first_wait_s=config.rollout_health_check_first_wait,
+            max_restarts=config.max_engine_restarts,
+            window_s=config.engine_restart_window,
+        )
+
+
+class Admit(Protocol):
+    """Puts the engine into service, once it was seen to hold this version (None: no weights were brought) and to be well;
+    EngineError if it does not."""
+
+    async def __call__(self, version: int | None) -> None: ...
+
+
+class Resync(Protocol):
+    """Brings the weights to an engine as soon as the trainers are free, and calls `admit` before anybody publishes others.
+    EngineError if it is the engine that fails; any other error ends the run."""
+
+    async def __call__(self, engine: EngineLink, admit: Admit) -> None: ...
+
+
+class EngineSupervisor:
+    """A context: engines are watched inside it."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        rules: HealthRules,
+        *,
+        restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
+        resync: Resync,
+        hooks: Hooks,
+        run: Run,
+        rollout_id: Callable[[], int],
+        counts: Counter[str],
+    ) -> None:
+        """`restart`: see `Launcher.restart_engine`. `rollout_id`: the step under way, for events. `counts`: metrics, which
+        are added to."""
+        self._client = client
+        self._rules = rules
+        self._restart = restart
+        self._resync = resync
+        self._hooks = hooks
+        self._run = run
+        self._rollout_id = rollout_id
+        self._counts = counts
+        self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)
+        self._restarts: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> EngineSupervisor:
+        self._client.watch(self._lose)
+        for index in self._client.indices:
+            self._begin(self._probe(index))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._client.watch(None)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---------------------------------------------------------------- health
+
+    async def _probe(self, index: int) -> None:
+        """Asks the engine that is in service now, until it no longer is."""
+        engine = self._client.engine(index)
+        await asyncio.sleep(self._rules.first_wait_s)
+        while True:
+            await asyncio.sleep(self._rules.interval_s)
+            if engine is None or self._client.engine(index) is not engine:
+                return
+            if self._client.at_rest:
+                continue
+            try:
+                await self._ask(index, engine)
+            except Exception as error:  # noqa: BLE001 - an engine that cannot say that it is well is not
+                # One that was stilled meanwhile need not have answered.
+                if not self._client.at_rest and self._client.engine(index) is engine:
+                    self._client.quarantine(index, error)
+                    return
+
+    async def _ask(self, index: int, engine: EngineHandle) -> None:
+        limit, now = self._rules.timeout_s, asyncio.get_running_loop().time
+        asked_at = now()
+        try:
+            async with asyncio.timeout(limit):
+                await engine.call("health")
+        except TimeoutError as error:
+            # If this process itself stood still, its clock says nothing about the engine.
+            if now() - asked_at < 2 * limit:
+                raise EngineError(f"engine {index} has not said within {limit:g} s that it is well") from error
+
+    # ---------------------------------------------------------------- healing
+
+    def _lose(self, index: int, error: Exception, redispatched: int) -> None:
+        self._counts[REDISPATCHED] += redispatched
+        event = EngineLost(
+            run=self._run,
+            rollout_id=self._rollout_id(),
+            engine_index=index,
+            error=error,
+            redispatched=redispatched,
+        )
+        self._begin(self._heal(index, error, event))
+
+    async def _heal(self, index: int, error: Exception, lost: EngineLost) -> None:
+        now = asyncio.get_running_loop().time
+        lost_at = now()
+        try:
+            self._hooks.engine_lost(lost)
+            tries = 0
+            while True:
+                self._permit(index, error)
+                await asyncio.sleep(self._rules.pause_s * 2 ** (tries - 1) if tries else 0)
+                tries += 1
+                try:
+                    version = await self._replace(index)
+                    break
+                except EngineError as again:
+                    error = again
+            self._begin(self._probe(index))
+            self._hooks.engine_recovered(
+                EngineRecovered(
+                    run=self._run,
+                    rollout_id=self._rollout_id(),
+                    engine_index=index,
+                    version=version,
+                    seconds=now() - lost_at,
+                )
+            )
+        except Exception as failure:  # noqa: BLE001 - nobody waits for this task; those who wait for engines get it
+            self._client.fail(failure)
+
+    def _permit(self, index: int, error: Exception) -> None:
+        """Counts a restart; EngineError if there were too many."""
+        rules, now = self._rules, asyncio.get_running_loop().time()
+        times = self._restarted_at[index]
+        while times and times[0] <= now - rules.window_s:
+            times.popleft()
+        if len(times) >= rules.max_restarts:
+            raise EngineError(
+                f"engine {index} was lost again after {len(times)} restarts within {rules.window_s:g} s, so it is not "
+                f"started once more (--max-engine-restarts {rules.max_restarts}). The last time: {error}"
+            ) from error
+        times.append(now)
+
+    async def _replace(self, index: int) -> int:
+        """Another engine in place of a lost one, in service. The version that it holds; -1: none was brought."""
+        await self._client.awake()
+        now = asyncio.get_running_loop().time
+        began = now()
+        try:
+            async with asyncio.timeout(self._rules.start_limit_s):
+                engine, info = await self._restart(index)
+        except Exception as error:
+            told = str(error) or f"not within {self._rules.start_limit_s:g} s"
+            raise EngineError(f"engine {index} could not be started again: {told}") from error
+        self._restarts[index] += 1
+        self._counts[RESTARTS] += 1
+        self._hooks.engine_restarted(
+            EngineRestarted(
+                run=self._run,
+                rollout_id=self._rollout_id(),
+                engine_index=index,
+                restarts=self._restarts[index],
+                pid=info.pid,
+                seconds=now() - began,
+            )
+        )
+        link = self._client.link(engine)
+        brought = -1
+
+        async def admit(version: int | None) -> None:
+            nonlocal brought
+            if version is not None:
+                (brought,) = await link.each("version")
+                if brought != version:
+                    raise EngineError(f"engine {index} was brought version {version} and has {brought}")
+            await self._ask(index, engine)
+            if self._client.asleep:
+                await link.each("sleep")
+            self._client.admit(index, engine)
+
+        await self._resync(link, admit)
+        return brought
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,50 @@
+"""events.jsonl: what observers are told of faults, a line each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_core.errors import EngineError, StorageError
+from slime_core.event_log import EventLog
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run, RunEnd, RunStart, SampleFailed
+from slime_core.testing.scripted_rollout import prompt_of
+
+
+def test_lines_say_what_happened_and_are_appended(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "of an attempt before"}\n')
+    hooks = Hooks({"slime/events": EventLog(path)})
+    run = Run(name="r", run_dir=tmp_path, config={}, attempt=2)
+    hooks.run_start(RunStart(run=run, rollout_id=3, version=3))
+    hooks.engine_lost(
+        EngineLost(run=run, rollout_id=3, engine_index=1, error=EngineError("is gone\nlast words"), redispatched=5)
+    )
+    hooks.engine_restarted(EngineRestarted(run=run, rollout_id=3, engine_index=1, restarts=1, pid=4711, seconds=2.0))
+    hooks.engine_recovered(EngineRecovered(run=run, rollout_id=4, engine_index=1, version=4, seconds=3.5))
+    hooks.sample_failed(
+        SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
+    )
+    hooks.run_end(RunEnd(run=run, rollout_id=5, version=5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines.pop(0) == {"event": "of an attempt before"}
+    assert [line.pop("attempt") for line in lines] == [2] * 6
+    times = [line.pop("time") for line in lines]
+    assert times == sorted(times)
+    assert lines == [
+        {"event": "run_start", "rollout_id": 3, "version": 3},
+        {"event": "engine_lost", "rollout_id": 3, "engine": 1, "error": "EngineError: is gone\nlast words", "redispatched": 5},
+        {"event": "engine_restarted", "rollout_id": 3, "engine": 1, "pid": 4711, "restarts": 1, "seconds": 2.0},
+        {"event": "engine_recovered", "rollout_id": 4, "engine": 1, "version": 4, "seconds": 3.5},
+        {"event": "sample_failed", "group": 7, "sample": 29, "tries": 2, "will_retry": False, "error": "ValueError: no"},
+        {"event": "run_end", "rollout_id": 5, "version": 5, "error": None},
+    ]  # fmt: skip
+
+
+def test_a_line_that_cannot_be_written_stops_the_run_but_not_its_end():
+    run = Run(name="r", run_dir=Path("/dev/full"), config={})
+    hooks = Hooks({"slime/events": EventLog(Path("/dev/full"))})
+    with pytest.raises(StorageError, match="/dev/full: no space left to write it"):
+        hooks.run_start(RunStart(run=run, rollout_id=0, version=0))
+    hooks.run_end(RunEnd(run=run, rollout_id=0, version=0))

@@ -1,0 +1,86 @@
+"""Engines in this process: started, and started again in the place of one that failed."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from slime_core.config.bound import PartSpec
+from slime_core.contracts.engine import EngineSetup
+from slime_core.launch import local
+from slime_core.launch.local import LocalLauncher
+from slime_core.plugin_file import PluginFile
+from slime_core.registry import Registry
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine import EngineWorkerSpec
+
+PLUGIN = '''
+import asyncio
+from slime_core.contracts.engine import EngineDriver, EngineInfo
+from slime_core.plugin import driver
+
+NUMBER = 0
+
+
+class Counted:
+    """Knows as the how many-th it was started."""
+
+    async def start(self, setup):
+        global NUMBER
+        NUMBER += 1
+        self.number, self.folder = NUMBER, setup.run_dir
+        return EngineInfo(capabilities=frozenset(), pid=setup.seed or None)
+
+    async def version(self):
+        return self.number
+
+    async def stop(self):
+        (self.folder / f"stop_{self.number}").touch()
+        if self.number == 1:
+            raise RuntimeError("cannot even be stopped")
+        if self.number == 3:
+            await asyncio.Event().wait()
+
+
+@driver("slime.engines", "counted")
+class CountedDriver(EngineDriver):
+    @classmethod
+    def build(cls, config):
+        return Counted()
+'''
+
+
+@pytest.fixture
+def specs(tmp_path):
+    file = PluginFile(path=Path("counted.py"), text=PLUGIN, sha256="c" * 64)
+    engine = PartSpec(group="slime.engines", name="counted", options={})
+    agreement = Agreement.of([engine.resolve(Registry([file]))], [file])
+    return [
+        EngineWorkerSpec(
+            agreement=agreement,
+            engine=engine,
+            setup=EngineSetup(
+                index=index, model_path=tmp_path, device="cpu", seed=77 * index, max_context_len=8, max_batch=1,
+                run_dir=tmp_path,
+            ),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+
+
+async def test_a_failed_engine_gets_a_successor(specs, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "STOP_S", 0.05)
+    launcher = LocalLauncher()
+    engines, infos = await launcher.start_engines(specs)
+    assert [await engine.call("version") for engine in engines] == [1, 2]
+    # Of this process, unless the engine says that it started one of its own.
+    assert [info.pid for info in infos] == [os.getpid(), 77]
+    # The first one's end fails, its successor's does not come: neither keeps the next one from starting.
+    for number in (3, 4):
+        async with asyncio.timeout(5):
+            successor, info = await launcher.restart_engine(0)
+        assert (await successor.call("version"), info.pid) == (number, os.getpid())
+    assert await engines[1].call("version") == 2
+    await launcher.stop()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stop_1", "stop_2", "stop_3", "stop_4"]

@@ -1,0 +1,700 @@
+"""Lost engines and their requests, on a clock that does not wait."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime_core.contracts.engine import EngineInfo
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, TrainingError
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import Run, hookimpl
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
+from slime_core.session import Session
+from slime_core.testing.fast_clock import run_fast
+from slime_core.testing.faulty_engine import FaultyEngine
+from slime_core.types.completion import GenerateRequest, SamplingParams
+
+RUN = Run(name="r", run_dir=Path("/runs/r"), config={})
+RULES = HealthRules(interval_s=10, timeout_s=4, first_wait_s=0, max_restarts=3, window_s=1000)
+VERSION = 3
+START_S = 20.0
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+class Told:
+    """What observers hear, with the time."""
+
+    def __init__(self):
+        self.events = []
+
+    def _note(self, name, event):
+        self.events.append((name, event.engine_index, now(), event))
+
+    @hookimpl
+    def engine_lost(self, event):
+        self._note("lost", event)
+
+    @hookimpl
+    def engine_restarted(self, event):
+        self._note("restarted", event)
+
+    @hookimpl
+    def engine_recovered(self, event):
+        self._note("recovered", event)
+
+    def times(self, name):
+        return [time for what, _, time, _ in self.events if what == name]
+
+    @property
+    def names(self):
+        return [(what, index) for what, index, _, _ in self.events]
+
+    def only(self, name):
+        (event,) = [event for what, _, _, event in self.events if what == name]
+        return event
+
+
+@dataclass
+class Ward:
+    """Engines under supervision. What replaces a lost one comes from `spare`, else it is a well one."""
+
+    engines: list[FaultyEngine]
+    rules: HealthRules = RULES
+    spare: list[FaultyEngine | Exception] = field(default_factory=list)
+    max_losses: int = 3
+    concurrency: int = 64
+    counts: Counter = field(default_factory=Counter)
+    told: Told = field(default_factory=Told)
+    trainers_free: asyncio.Event = field(default_factory=asyncio.Event)
+    brings: int = VERSION
+
+    def __post_init__(self):
+        self.seated = list(self.engines)
+        self.trainers_free.set()
+        self.client = EngineClient(
+            self.engines, concurrency=self.concurrency, max_losses=self.max_losses, call_limit_s=100
+        )
+
+    @contextlib.asynccontextmanager
+    async def open(self):
+        supervisor = EngineSupervisor(
+            self.client,
+            self.rules,
+            restart=self.restart,
+            resync=self.resync,
+            hooks=Hooks({"test/told": self.told}),
+            run=RUN,
+            rollout_id=lambda: 5,
+            counts=self.counts,
+        )
+        async with supervisor:
+            yield self
+
+    async def restart(self, index):
+        await asyncio.sleep(START_S)
+        engine = self.spare.pop(0) if self.spare else FaultyEngine()
+        if isinstance(engine, Exception):
+            raise engine
+        self.seated[index] = engine
+        self.engines.append(engine)
+        return engine, EngineInfo(capabilities=frozenset(), pid=1000 + len(self.engines))
+
+    async def resync(self, engine, admit):
+        await self.trainers_free.wait()
+        assert engine.num_engines == 1
+        await engine.each("resume")
+        engine.engine.scripted._version = self.brings
+        await admit(VERSION)
+
+    def start(self, *names):
+        return {name: asyncio.create_task(self.client.generate(request(name))) for name in names}
+
+    def answered(self):
+        """By request, how many engines answered it."""
+        return Counter(done.request_id for engine in self.engines for done in engine.scripted.completions)
+
+
+def request(name):
+    return GenerateRequest(
+        request_id=name,
+        token_ids=np.array([5, 6], np.int32),
+        sampling=SamplingParams(max_new_tokens=9),
+        seed=sum(name.encode()),
+    )
+
+
+async def require_scripted(tasks):
+    """Each answer is what any engine would have given."""
+    for name, task in tasks.items():
+        completion = await task
+        assert completion.request_id == name
+        expected, reason = FaultyEngine().scripted.script(request(name))
+        assert completion.token_ids.tolist() == expected.tolist()
+        assert completion.finish_reason is reason
+
+
+def test_an_engine_that_dies_loses_nothing():
+    async def scene():
+        async with Ward([FaultyEngine(delay_s=1) for _ in range(3)]).open() as ward:
+            tasks = ward.start(*"abcdefghi")
+            await asyncio.sleep(0.5)
+            ward.engines[1].die()
+            await require_scripted(tasks)
+            # At once, by the others, and together; in the order in which they came.
+            assert now() == pytest.approx(1.5)
+            assert ward.engines[1].asked == [["b", "e", "h"]]
+            assert sorted(name for e in (0, 2) for name in ward.engines[e].asked[1]) == ["b", "e", "h"]
+            assert ward.answered() == Counter("abcdefghi")
+            await asyncio.sleep(100)
+            assert ward.told.names == [("lost", 1), ("restarted", 1), ("recovered", 1)]
+            assert (ward.told.only("lost").redispatched, ward.told.only("lost").rollout_id) == (3, 5)
+            assert ward.told.only("restarted").pid == 1004
+            assert ward.told.only("restarted").seconds == START_S
+            recovered = ward.told.only("recovered")
+            assert (recovered.version, recovered.seconds) == (VERSION, START_S)
+            assert ward.counts == {"rollout/redispatched": 3, "rollout/engine_restarts": 1}
+            assert ward.client.indices == (0, 1, 2)
+
+    run_fast(scene())
+
+
+def test_without_any_engine_requests_wait_until_one_is_back():
+    async def scene():
+        async with Ward([FaultyEngine(delay_s=1)]).open() as ward:
+            tasks = ward.start(*"ab")
+            await asyncio.sleep(0.5)
+            ward.engines[0].die()
+            await asyncio.sleep(5)
+            tasks |= ward.start("c")
+            await require_scripted(tasks)
+            assert now() == pytest.approx(0.5 + START_S)
+            # What was lost goes first; a new engine gets one request until it has given an answer.
+            assert [name for message in ward.engines[1].asked for name in message] == ["a", "b", "c"]
+            assert ward.engines[1].asked[0] == ["a"]
+
+    run_fast(scene())
+
+
+def test_an_engine_that_hangs_is_noticed_by_its_silence():
+    async def scene():
+        rules = HealthRules(interval_s=10, timeout_s=4, first_wait_s=3)
+        async with Ward([FaultyEngine(delay_s=15), FaultyEngine(delay_s=15)], rules=rules).open() as ward:
+            tasks = ward.start(*"ab")
+            await asyncio.sleep(14)
+            assert [engine.calls for engine in ward.engines] == [["health"], ["health"]]
+            ward.engines[0].hang()
+            await require_scripted(tasks)
+            # First wait 3, asked at 13 and at 23, no answer by 27; the other one takes 15 for what is asked again.
+            (lost_at,) = ward.told.times("lost")
+            assert lost_at == pytest.approx(27)
+            assert now() == pytest.approx(42)
+            assert "engine 0 has not said within 4 s" in str(ward.told.only("lost").error)
+
+    run_fast(scene())
+
+
+def test_an_answer_that_comes_too_late_is_not_heard():
+    async def scene():
+        async with Ward([FaultyEngine(delay_s=5), FaultyEngine(delay_s=1)]).open() as ward:
+            tasks = ward.start("a")
+            await asyncio.sleep(4)
+            ward.client.quarantine(0, EngineError("for a test"))
+            await require_scripted(tasks)
+            assert now() == pytest.approx(5)
+            await asyncio.sleep(50)
+            assert ward.answered() == Counter("a")
+
+    run_fast(scene())
+
+
+def test_one_that_does_not_let_itself_be_cancelled_is_not_heard_either():
+    class Stubborn(FaultyEngine):
+        async def generate(self, requests):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(50)
+            async for completion in super().generate(requests):
+                yield completion
+
+    async def scene():
+        async with Ward([Stubborn(), FaultyEngine(delay_s=1)], concurrency=2).open() as ward:
+            tasks = ward.start("a")
+            await asyncio.sleep(1)
+            ward.client.quarantine(0, EngineError("for a test"))
+            await require_scripted(tasks)
+            assert ward.answered() == {"a": 2}
+            # What it said was not counted: the engine in its place has as much room as any.
+            await asyncio.sleep(START_S)
+            await require_scripted(ward.start(*"bcdefg"))
+            assert max(len(message) for engine in ward.engines for message in engine.asked) == 2
+
+    run_fast(scene())
+
+
+def test_an_engine_that_came_back_is_asked_too():
+    async def scene():
+        async with Ward([FaultyEngine(), FaultyEngine()]).open() as ward:
+            ward.client.quarantine(0, EngineError("for a test"))
+            await asyncio.sleep(START_S + 1)
+            ward.seated[0].hang()
+            await asyncio.sleep(14)
+            assert ward.told.names[3:] == [("lost", 0)]
+
+    run_fast(scene())
+
+
+def test_one_that_is_slow_to_say_that_it_is_well_stays():
+    class Slow(FaultyEngine):
+        async def call(self, method, *args):
+            await asyncio.sleep(3.9)
+            return await super().call(method, *args)
+
+    async def scene():
+        async with Ward([Slow()]).open() as ward:
+            await asyncio.sleep(200)
+            assert ward.told.events == []
+
+    run_fast(scene())
+
+
+def test_a_probe_does_not_count_when_this_process_stood_still():
+    class Outage(FaultyEngine):
+        async def call(self, method, *args):
+            # As if this process had been stopped for an hour just then.
+            asyncio.get_running_loop().now += 3600
+            await asyncio.sleep(0.01)
+            return await super().call(method, *args)
+
+    async def scene():
+        async with Ward([Outage()]).open() as ward:
+            await asyncio.sleep(3700)
+            assert ward.told.events == []
+
+    run_fast(scene())
+
+
+@pytest.mark.parametrize("held", [("pause", "resume"), ("sleep", "wake")])
+def test_nobody_asks_engines_at_rest(held):
+    async def scene():
+        async with Ward([FaultyEngine()]).open() as ward:
+            await ward.client.each(held[0])
+            await asyncio.sleep(95)
+            assert ward.engines[0].calls == [held[0]]
+            await ward.client.each(held[1])
+            await asyncio.sleep(10)
+            assert ward.engines[0].calls == [*held, "health"]
+
+    run_fast(scene())
+
+
+def test_a_lost_engine_is_started_when_the_others_are_awake():
+    async def scene():
+        async with Ward([FaultyEngine(), FaultyEngine()]).open() as ward:
+            ward.client.quarantine(0, EngineError("for a test"))
+            await ward.client.each("sleep")
+            await asyncio.sleep(500)
+            assert ward.told.names == [("lost", 0)]
+            await ward.client.each("wake")
+            await asyncio.sleep(START_S / 2)
+            # Asleep again before it is there: it is put to sleep too.
+            await ward.client.each("sleep")
+            await asyncio.sleep(START_S)
+            assert ward.told.names == [("lost", 0), ("restarted", 0), ("recovered", 0)]
+            assert ward.seated[0].calls[-1] == "sleep"
+
+    run_fast(scene())
+
+
+def test_one_that_flaps_ends_the_run():
+    async def scene():
+        ill = [FaultyEngine(fails_in="health") for _ in range(3)]
+        rules = HealthRules(interval_s=10, timeout_s=4, max_restarts=3, window_s=1000, pause_s=1)
+        async with Ward([FaultyEngine(delay_s=1)], rules=rules, spare=ill).open() as ward:
+            tasks = ward.start(*"ab")
+            await asyncio.sleep(0.5)
+            ward.engines[0].die()
+            for task in tasks.values():
+                with pytest.raises(EngineError) as raised:
+                    await task
+                told = str(raised.value)
+                assert "engine 0 was lost again after 3 restarts within 1000 s" in told
+                assert "--max-engine-restarts 3" in told
+                assert "the engine is gone" in told
+            # Three starts, and 1 and 2 seconds before the second and the third.
+            assert now() == pytest.approx(0.5 + 3 * START_S + 1 + 2)
+            for late in (ward.client.generate(request("c")), ward.client.each("pause")):
+                with pytest.raises(EngineError, match="max-engine-restarts"):
+                    await late
+
+    run_fast(scene())
+
+
+def test_restarts_are_forgotten_after_a_while():
+    async def scene():
+        rules = HealthRules(interval_s=1e6, max_restarts=1, window_s=100)
+        async with Ward([FaultyEngine()], rules=rules).open() as ward:
+            for _ in range(5):
+                await require_scripted(ward.start("a"))
+                ward.seated[0].die()
+                await require_scripted(ward.start("a"))
+                await asyncio.sleep(101)
+            assert len(ward.told.times("recovered")) == 5
+            ward.seated[0].die()
+            await require_scripted(ward.start("a"))
+            ward.seated[0].die()
+            with pytest.raises(EngineError, match="after 1 restarts within 100 s"):
+                await ward.client.generate(request("a"))
+
+    run_fast(scene())
+
+
+def test_a_start_that_fails_is_tried_again():
+    async def scene():
+        spare = [EngineError("no room"), OSError("no memory")]
+        async with Ward([FaultyEngine()], spare=spare).open() as ward:
+            ward.engines[0].die()
+            await require_scripted(ward.start("a"))
+            assert now() == pytest.approx(3 * START_S + 1 + 2)
+            assert ward.told.names == [("lost", 0), ("restarted", 0), ("recovered", 0)]
+
+    run_fast(scene())
+
+
+def test_a_start_that_does_not_end_is_given_up():
+    async def scene():
+        rules = HealthRules(start_limit_s=START_S / 2, max_restarts=2)
+        async with Ward([FaultyEngine()], rules=rules).open() as ward:
+            ward.engines[0].die()
+            with pytest.raises(EngineError, match="could not be started again: not within 10 s"):
+                await ward.client.generate(request("a"))
+
+    run_fast(scene())
+
+
+def test_an_engine_with_other_weights_is_not_admitted():
+    async def scene():
+        async with Ward([FaultyEngine()], brings=VERSION - 1).open() as ward:
+            ward.engines[0].die()
+            with pytest.raises(EngineError, match="was brought version 3 and has 2"):
+                await ward.client.generate(request("a"))
+            assert [engine.asked for engine in ward.engines[1:]] == [[]] * 3
+
+    run_fast(scene())
+
+
+def test_weights_come_when_the_trainers_are_free():
+    async def scene():
+        async with Ward([FaultyEngine()]).open() as ward:
+            ward.trainers_free.clear()
+            ward.engines[0].die()
+            tasks = ward.start("a")
+            await asyncio.sleep(1000)
+            assert ward.told.names == [("lost", 0), ("restarted", 0)]
+            ward.trainers_free.set()
+            await require_scripted(tasks)
+
+    run_fast(scene())
+
+
+def test_trainers_that_fail_end_the_run():
+    async def scene():
+        ward = Ward([FaultyEngine()])
+
+        async def resync(engine, admit):
+            raise TrainingError("rank 1 is gone")
+
+        ward.resync = resync
+        async with ward.open():
+            ward.engines[0].die()
+            with pytest.raises(TrainingError, match="rank 1 is gone"):
+                await ward.client.generate(request("a"))
+
+    run_fast(scene())
+
+
+def test_a_request_that_kills_engines_is_given_up():
+    async def scene():
+        spare = [FaultyEngine(poison="p", delay_s=1) for _ in range(2)]
+        ward = Ward([FaultyEngine(poison="p", delay_s=1)], spare=spare, max_losses=2)
+        async with ward.open():
+            tasks = ward.start(*"apz")
+            with pytest.raises(
+                EngineUnavailable, match=r"p was lost 3 times .*--max-retries 2.*engine 0: the engine is"
+            ):
+                await tasks.pop("p")
+            # A new engine gets one at a time: what waits beside it is not blamed.
+            await require_scripted(tasks)
+
+    run_fast(scene())
+
+
+def test_a_refusal_is_not_an_illness():
+    class Refusing(FaultyEngine):
+        async def generate(self, requests):
+            if any(one.request_id == "bad" for one in requests):
+                raise EngineRefused("token 99 is not in the vocabulary")
+            async for completion in super().generate(requests):
+                yield completion
+
+        async def call(self, method, *args):
+            if method == "load_bucket":
+                raise EngineRefused("another model")
+            return await super().call(method, *args)
+
+    async def scene():
+        async with Ward([Refusing()]).open() as ward:
+            with pytest.raises(EngineRefused, match="not in the vocabulary"):
+                await ward.client.generate(request("bad"))
+            with pytest.raises(EngineRefused, match="another model"):
+                await ward.client.each("load_bucket", None)
+            await require_scripted(ward.start("a"))
+            assert ward.told.events == []
+
+    run_fast(scene())
+
+
+def test_calls_pass_over_engines_that_are_lost():
+    async def scene():
+        engines = [FaultyEngine(), FaultyEngine(fails_in="pause"), FaultyEngine()]
+        async with Ward(engines).open() as ward:
+            assert await ward.client.each("version") == [7, 7, 7]
+            assert await ward.client.each("pause") == [None, None]
+            assert ward.client.indices == (0, 2)
+            assert ward.client.num_engines == 2
+            engines[2].hang()
+            assert await ward.client.each("version") == [7]
+            assert now() == pytest.approx(100)
+            assert [index for _, index in ward.told.names].count(2) == 1
+            assert "has not ended version within 100 s" in str(ward.told.events[-1][3].error)
+
+    run_fast(scene())
+
+
+def test_a_call_does_not_wait_for_an_engine_that_is_lost_meanwhile():
+    async def scene():
+        engines = [FaultyEngine(), FaultyEngine()]
+        async with Ward(engines).open() as ward:
+            engines[0].hang()
+            # A probe at 10 gets no answer by 14.
+            assert await ward.client.each("version") == [7]
+            assert now() == pytest.approx(14)
+
+    run_fast(scene())
+
+
+def test_an_answer_to_something_else_is_an_illness():
+    class Confused(FaultyEngine):
+        async def generate(self, requests):
+            async for completion in super().generate([request("other"), *requests]):
+                yield completion
+
+    async def scene():
+        async with Ward([Confused(), FaultyEngine()]).open() as ward:
+            await require_scripted(ward.start("a"))
+            assert "answered other, which it was not asked for" in str(ward.told.only("lost").error)
+
+    run_fast(scene())
+
+
+def test_an_abort_reaches_requests_of_lost_engines():
+    async def scene():
+        async with Ward([FaultyEngine(delay_s=1)]).open() as ward:
+            tasks = ward.start("a")
+            await asyncio.sleep(0.5)
+            ward.engines[0].die()
+            await asyncio.sleep(0.1)
+            await ward.client.abort(["a"])
+            assert (await tasks["a"]).finish_reason == "abort"
+            assert now() == pytest.approx(0.6)
+
+    run_fast(scene())
+
+
+def test_an_observer_that_fails_ends_the_run():
+    async def scene():
+        class Broken(Told):
+            @hookimpl
+            def engine_lost(self, event):
+                raise KeyError("oh")
+
+        async with Ward([FaultyEngine()], told=Broken()).open() as ward:
+            ward.engines[0].die()
+            with pytest.raises(Exception, match="the observer test/told failed"):
+                await ward.client.generate(request("a"))
+
+    run_fast(scene())
+
+
+def test_nothing_is_left_behind():
+    async def scene():
+        before = asyncio.all_tasks()
+        async with Ward([FaultyEngine(), FaultyEngine()]).open() as ward:
+            ward.client.quarantine(0, EngineError("for a test"))
+            await asyncio.sleep(1)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+        # Nobody watches any more: a failure is that of whoever asks.
+        ward.engines[1].die()
+        with pytest.raises(EngineError, match="the engine is gone"):
+            await ward.client.generate(request("a"))
+
+    run_fast(scene())
+
+
+# ---------------------------------------------------------------- the session's part
+
+
+class Trainers:
+    """A role whose devices are given to one at a time."""
+
+    def __init__(self):
+        self._turns = asyncio.Lock()
+
+    def turn(self):
+        return self._turns
+
+
+class Transport:
+    def __init__(self, session):
+        self.session, self.pushed, self.failures = session, [], []
+
+    async def push(self, trainers, engines, version):
+        await asyncio.sleep(1)
+        self.pushed.append((now(), version, engines.num_engines))
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def a_session():
+    session = SimpleNamespace(
+        between_steps=asyncio.Event(),
+        bringing_weights=asyncio.Lock(),
+        policy=Trainers(),
+        state=SimpleNamespace(version=4),
+    )
+    session.between_steps.set()
+    session.transport = Transport(session)
+    return session
+
+
+class Link:
+    """One engine, not in service yet."""
+
+    num_engines = 1
+
+    def __init__(self):
+        self.calls = []
+
+    async def each(self, method):
+        self.calls.append((method, now()))
+
+
+class Admitted:
+    def __init__(self):
+        self.at = []
+
+    async def __call__(self, version):
+        self.at.append((now(), version))
+
+
+def test_idle_trainers_bring_the_weights_at_once():
+    async def scene():
+        session, admitted = a_session(), Admitted()
+        link = Link()
+        await Session.resync(session, link, admitted)
+        assert session.transport.pushed == [(1, 4, 1)]
+        assert link.calls == [("pause", 0), ("resume", 1)]
+        assert admitted.at == [(1, 4)]
+
+    run_fast(scene())
+
+
+def test_trainers_within_a_step_bring_what_it_gives():
+    """The step has let go of its devices for a moment when the engine is ready; its weights are no version then."""
+
+    async def scene():
+        session, admitted = a_session(), Admitted()
+
+        async def step():
+            async with session.policy.turn():
+                await asyncio.sleep(5)
+            await asyncio.sleep(2)
+            session.state.version = 5
+            session.between_steps.set()
+
+        resync = asyncio.create_task(Session.resync(session, Link(), admitted))
+        async with session.bringing_weights:
+            # The engine waits for a publish; meanwhile a step begins.
+            await asyncio.sleep(1)
+            session.between_steps.clear()
+            training = asyncio.create_task(step())
+            await asyncio.sleep(1)
+        await resync
+        await training
+        assert session.transport.pushed == [(9, 5, 1)]
+        assert admitted.at == [(9, 5)]
+
+    run_fast(scene())
+
+
+def test_a_publish_waits_until_the_engine_is_admitted():
+    async def scene():
+        session = a_session()
+        order = []
+
+        async def admit(version):
+            await asyncio.sleep(3)
+            order.append("admitted")
+
+        resync = asyncio.create_task(Session.resync(session, Link(), admit))
+        await asyncio.sleep(0)
+        async with session.bringing_weights:
+            order.append("published")
+        await resync
+        assert order == ["admitted", "published"]
+
+    run_fast(scene())
+
+
+def test_a_publish_is_repeated_for_the_engines_that_are_left():
+    async def scene():
+        engines = [FaultyEngine(), FaultyEngine()]
+        async with Ward(engines).open() as ward:
+            session = a_session()
+            session.transport.failures = [EngineError("a collective broke off")]
+            engines[0].die()
+            await Session._push(session, session.transport, ward.client)
+            # The transport saw it first; asked, one engine is found dead, and the other one is sent everything again.
+            assert session.transport.pushed == [(1, 4, 2), (2, 4, 1)]
+
+    run_fast(scene())
+
+
+def test_an_engine_that_did_not_take_the_weights_is_replaced():
+    async def scene():
+        engines = [FaultyEngine(), FaultyEngine(), FaultyEngine()]
+        async with Ward(engines).open() as ward:
+            session = a_session()
+            # If nobody has them, it is not the engines: the error is told.
+            session.transport.failures = [EngineError("the trainer exported nothing")]
+            with pytest.raises(EngineError, match="the trainer exported nothing"):
+                await Session._push(session, session.transport, ward.client)
+            for engine in (engines[0], engines[2]):
+                engine.scripted._version = 4
+            session.transport.failures = [EngineError("engine 1 has 7")]
+            await Session._push(session, session.transport, ward.client)
+            assert [count for _, _, count in session.transport.pushed] == [3, 3, 2]
+            assert ward.client.indices == (0, 2)
+            await asyncio.sleep(START_S + 1)
+            assert ward.told.names == [("lost", 1), ("restarted", 1), ("recovered", 1)]
+
+    run_fast(scene())
