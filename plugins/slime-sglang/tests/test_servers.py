@@ -73,7 +73,8 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
         for number, task in enumerate(running):
             (answer,) = await task
             assert answer.finish_reason is FinishReason.LENGTH
-            assert [span.version for span in answer.spans] in ([-1, 3], [3])
+            # One may have ended before the weights came.
+            assert [span.version for span in answer.spans] in ([-1, 3], [3], [-1])
             assert answer.spans[-1].end == len(answer.token_ids) == long(number).sampling.max_new_tokens
         for request, answer in zip(requests, await engine.generate(requests), strict=True):
             require_close(new.double(), request, answer)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ from slime_megatron.copies import Values, copied, put, replaced
 MANIFEST = "megatron.json"
 STATE = "state"
 FORMAT = 1
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Through gloo and host memory: the other way wants CUDA.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +74,46 @@ def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
 
 def whole_state(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     model = model_state(chunks)
-    make_state(optimizer)
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
     return {**model, "optimizer": state}
 
 
-def make_state(optimizer: MegatronOptimizer) -> None:
-    """Megatron saves what a step has made and loads what its own function makes: the same here, step count included."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
+@contextmanager
+def steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Megatron knows optimisers that count steps once for all parameters; torch's AdamW counts in each one's state. Inside,
+    states are as Megatron wants them, made now if no step has made them. Sets no counts at the end: see `count_steps`."""
+    for adam in adams(optimizer):
+        fill_state(adam)
+        for state in adam.state.values():
+            state.pop("step", None)
+    for part in parts_of(optimizer):
         part.init_state_fn = fill_state
+    yield
+
+
+def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
+    for adam in adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = torch.tensor(float(steps_done))
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
+    inner = [part.optimizer for part in parts_of(optimizer)]
+    return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
 @torch.no_grad()
-def fill_state(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def fill_state(optimizer: Any, config: Any = None) -> None:
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -106,7 +130,9 @@ def write(
 ) -> None:
     """All ranks call."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
+    with steps_apart(optimizer):
+        save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
+    count_steps(optimizer, steps_done)
     for name, values in copies.items():
         with replaced(tensors, values):
             save_state(folder / f"copy_{name}", model_state(chunks))
@@ -170,9 +196,11 @@ def read(
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Values]:
     """Into model, optimiser and this rank's random generators; gives the refreshed copies. All ranks call."""
-    loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
-    put_model(chunks, loaded)
-    optimizer.load_state_dict(loaded["optimizer"])
+    with steps_apart(optimizer):
+        loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
+        put_model(chunks, loaded)
+        optimizer.load_state_dict(loaded["optimizer"])
+    count_steps(optimizer, manifest.steps_done)
     trained = copied(tensors)
     copies: dict[str, Values] = {}
     for name in manifest.copies:

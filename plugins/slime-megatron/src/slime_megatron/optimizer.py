@@ -33,6 +33,8 @@ def make_optimizer(
         raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
     fields: dict[str, Any] = {
         "sgd_momentum": 0.0,
+        # Megatron starts at 2**32 and would skip a score of steps.
+        "initial_loss_scale": 2.0**16,
         **megatron_options(options, OPTIMIZER),
         "optimizer": config.optimizer,
         "lr": config.lr,

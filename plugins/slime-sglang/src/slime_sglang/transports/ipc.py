@@ -71,7 +71,7 @@ class IpcSender(ServerSender):
                     continue
                 following = SharedMemory(bucket)
                 try:
-                    self.servers.wait(calls)
+                    self.servers.finish(calls)
                 finally:
                     if memory is not None:
                         memory.close()
@@ -81,7 +81,7 @@ class IpcSender(ServerSender):
                     digests.add(bucket)
                 buckets += 1
                 bytes_sent += bucket.data.nbytes
-            self.servers.wait(calls)
+            self.servers.finish(calls)
         finally:
             if memory is not None:
                 memory.close()
@@ -131,7 +131,7 @@ class IpcSender(ServerSender):
         """Every rank's handle. EngineError on all ranks if one of them has met one."""
         failure: EngineError | None = None
         try:
-            self.servers.wait(calls)
+            self.servers.finish(calls)
         except EngineError as error:
             failure = error
         said: list[Any] = [(handle, None if failure is None else str(failure))]

@@ -57,6 +57,11 @@ class Servers:
             raise EngineError(f"sending weights has not ended in {self.timeout_s:g} s.")
         return [call.result() for call in calls]
 
+    def finish(self, calls: Sequence[Future[Any]]) -> list[Any]:
+        """As `wait`, but the first failure when all have ended: none uses any longer what it was sent."""
+        wait(calls)
+        return self.wait(calls)
+
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,0 +1,129 @@
+"""A checkpoint of one layout goes on in another as it would have in its own."""
+
+import json
+
+import pytest
+import torch
+from families import make_family
+
+from slime_core.errors import CheckpointError
+from slime_core.testing.tiny_training import ADAM, SGD, Place, TrainingBatch, objective_of, opened
+from slime_megatron.plugin import Megatron
+
+pytestmark = pytest.mark.megatron
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+FLOAT32 = 1e-4
+"""Of a weight after a step of Adam, whose direction rounding can turn where a gradient is next to nothing."""
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    from conftest import run_layouts
+
+    folder = make_family(tmp_path_factory.mktemp("model") / "qwen3-moe", "qwen3-moe")
+    kept = tmp_path_factory.mktemp("checkpoints")
+
+    def case(world_size, options, **more):
+        return {"model": str(folder), "world_size": world_size, "options": options, "adam": True} | more
+
+    cases = {
+        "one": case(1, {}, save=str(kept / "one")),
+        "tp2-sp": case(2, TP2, save=str(kept / "tp2-sp")),
+        "dp2-distributed": case(2, DISTRIBUTED, save=str(kept / "dp2")),
+        "one to tp2-sp": case(2, TP2, load=str(kept / "one")),
+        "one to pp2": case(2, PP2, load=str(kept / "one")),
+        "one to dp2-ep2": case(2, EP2, load=str(kept / "one")),
+        "tp2-sp to one": case(1, {}, load=str(kept / "tp2-sp")),
+        "tp2-sp to pp2": case(2, PP2, load=str(kept / "tp2-sp")),
+        "dp2-distributed to itself": case(2, DISTRIBUTED, load=str(kept / "dp2")),
+        "dp2-distributed to one": case(1, DISTRIBUTED, load=str(kept / "dp2")),
+    }
+    return run_layouts(tmp_path_factory.mktemp("layouts"), cases)
+
+
+@pytest.mark.parametrize("other", ["tp2-sp", "dp2-distributed"])
+def test_adam_steps_are_those_of_one_rank(layouts, other):
+    (one, *_), (got, *_) = layouts.ranks("one"), layouts.ranks(other)
+    for name, tensor in one["after"].items():
+        assert float((got["after"][name] - tensor).abs().max()) <= FLOAT32, name
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        "one to tp2-sp",
+        "one to pp2",
+        "one to dp2-ep2",
+        "tp2-sp to one",
+        "tp2-sp to pp2",
+        "dp2-distributed to itself",
+        "dp2-distributed to one",
+    ],
+)
+def test_it_goes_on_in_another_layout(layouts, move):
+    """Two steps, saved, loaded elsewhere after two steps there, and one more."""
+    (expected, *_), (got, *_) = layouts.ranks(move.split(" to ")[0]), layouts.ranks(move)
+    moved = max(float((expected["next"][name] - tensor).abs().max()) for name, tensor in expected["after"].items())
+    assert moved > 10 * FLOAT32
+    for name, tensor in expected["next"].items():
+        apart = float((got["after"][name] - tensor).abs().max())
+        assert apart <= FLOAT32, f"{name} is off by {apart:.3g}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+@pytest.fixture
+def saved(folder, tmp_path):
+    with opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM) as one:
+        one.backend.save(tmp_path)
+    return tmp_path
+
+
+def test_saved_before_the_first_step(folder, saved):
+    training = TrainingBatch.make()
+
+    def weights(load):
+        with opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM) as one:
+            if load:
+                one.backend.train_step(training.micros(), objective_of())
+                one.backend.load(saved)
+            for _ in range(2):
+                one.backend.train_step(training.micros(), objective_of())
+            return one.weights()
+
+    straight, resumed = weights(False), weights(True)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+def test_another_architecture_is_told(saved, tmp_path):
+    other = make_family(tmp_path / "other", "qwen2.5")
+    with (
+        opened(Megatron.build(Megatron.Config()), Place(model=other), optimizer=ADAM) as one,
+        pytest.raises(CheckpointError, match=r"another architecture.*qk_layernorm is True there and None here"),
+    ):
+        one.backend.load(saved)
+
+
+def test_another_optimiser_is_told(folder, saved):
+    with (
+        opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=SGD) as one,
+        pytest.raises(CheckpointError, match="optimizer is adam there and sgd here"),
+    ):
+        one.backend.load(saved)
+
+
+def test_a_later_format_is_told(folder, saved):
+    manifest = saved / "megatron.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 9}))
+    with (
+        opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM) as one,
+        pytest.raises(CheckpointError, match="format 9; this version reads 1"),
+    ):
+        one.backend.load(saved)
