@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
@@ -34,10 +35,13 @@ from slime_megatron.copies import Values, copied, put, replaced
 MANIFEST = "megatron.json"
 STATE = "state"
 FORMAT = 1
+ONE = torch.tensor(1.0)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     # Through gloo and host memory: the other way wants CUDA.
     "distrib_optim_fully_reshardable_mem_efficient": True,
+    # Experts on ranks of their own have an optimiser of their own: the same names wherever they are.
+    "chained_optim_avoid_prefix": True,
 }
 
 
@@ -75,35 +79,45 @@ def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
 def whole_state(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     model = model_state(chunks)
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=SHARDING)
+    keep_here(state)
     return {**model, "optimizer": state}
 
 
-@contextmanager
-def steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Megatron knows optimisers that count steps once for all parameters; torch's AdamW counts in each one's state. Inside,
-    states are as Megatron wants them, made now if no step has made them. Sets no counts at the end: see `count_steps`."""
-    for adam in adams(optimizer):
-        fill_state(adam)
-        for state in adam.state.values():
-            state.pop("step", None)
+def keep_here(state: Any) -> None:
+    """Rates and counts come from the run, and groups are made for each layout: they are not in the files."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if key in ("param_groups", "common_step"):
+            state[key] = LocalNonpersistentObject(value)
+        else:
+            keep_here(value)
+
+
+def make_state(optimizer: MegatronOptimizer) -> None:
+    """Megatron saves what steps have made and loads what its own function makes: the same here. It knows optimisers that count
+    steps once for all parameters; torch's AdamW counts in each one's state. So counts are 1 on their way (0 would be left
+    out), and set afterwards."""
     for part in parts_of(optimizer):
         part.init_state_fn = fill_state
-    yield
+        if part.optimizer is not None:
+            fill_state(part.optimizer)
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
+            # It loads every entry of a state, and saves all but the count.
+            put_state = type(part)._set_main_param_and_optimizer_states
+            part._set_main_param_and_optimizer_states = lambda parameter, state, part=part: put_state(
+                part, parameter, {**state, "step": ONE}
+            )
+    count_steps(optimizer, 1)
 
 
 def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
-    for adam in adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(steps_done))
+    for part in parts_of(optimizer):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(steps_done))
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
-def adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
-    inner = [part.optimizer for part in parts_of(optimizer)]
-    return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
 @torch.no_grad()
@@ -114,6 +128,7 @@ def fill_state(optimizer: Any, config: Any = None) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
+                state["step"] = ONE.clone()
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
@@ -130,8 +145,8 @@ def write(
 ) -> None:
     """All ranks call."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with steps_apart(optimizer):
-        save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
+    make_state(optimizer)
+    save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
     count_steps(optimizer, steps_done)
     for name, values in copies.items():
         with replaced(tensors, values):
@@ -196,10 +211,10 @@ def read(
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Values]:
     """Into model, optimiser and this rank's random generators; gives the refreshed copies. All ranks call."""
-    with steps_apart(optimizer):
-        loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
-        put_model(chunks, loaded)
-        optimizer.load_state_dict(loaded["optimizer"])
+    make_state(optimizer)
+    loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
+    put_model(chunks, loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
     count_steps(optimizer, manifest.steps_done)
     trained = copied(tensors)
     copies: dict[str, Values] = {}
