@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,18 @@ def keep_here(state: Any) -> None:
     """Rates and counts come from the run, and groups are made for each layout: they are not in the files."""
     for key, value in state.items() if isinstance(state, dict) else ():
         if key in ("param_groups", "common_step"):
-            state[key] = LocalNonpersistentObject(value)
+            state[key] = LocalNonpersistentObject(unwrapped(value))
         else:
             keep_here(value)
+
+
+def unwrapped(value: Any) -> Any:
+    """Megatron marks parts of it in the same way, which does not nest."""
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    if isinstance(value, list):
+        return [unwrapped(inner) for inner in value]
+    return {key: unwrapped(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def make_state(optimizer: MegatronOptimizer) -> None:
@@ -102,11 +111,12 @@ def make_state(optimizer: MegatronOptimizer) -> None:
             fill_state(part.optimizer)
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
             # It loads every entry of a state, and saves all but the count.
-            put_state = type(part)._set_main_param_and_optimizer_states
-            part._set_main_param_and_optimizer_states = lambda parameter, state, part=part: put_state(
-                part, parameter, {**state, "step": ONE}
-            )
+            part._set_main_param_and_optimizer_states = with_count(part._set_main_param_and_optimizer_states)
     count_steps(optimizer, 1)
+
+
+def with_count(put_state: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+    return lambda parameter, state: put_state(parameter, {**state, "step": ONE})
 
 
 def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
