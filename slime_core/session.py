@@ -96,7 +96,7 @@ class Session:
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Metrics of lost engines, for the next step's record."""
+    """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
     """Not set: the trainers have begun a step that `state` does not count yet."""
     bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)

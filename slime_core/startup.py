@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.engine import EngineSetup
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, SlimeError
+from slime_core.errors import CheckpointError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
@@ -33,6 +35,7 @@ from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
@@ -143,7 +146,8 @@ async def assemble_session(
                 start_client(run, materials, launcher, agreement, device, folder, with_engine)
             )
             for part in reward_parts(run):
-                starting.create_task(rewards.warm(part.spec()))
+                limit = part.driver.timeout_s(part.config)
+                starting.create_task(rewards.warm(part.spec(), timeout_s=limit))
     except ExceptionGroup as group:
         # One of them stops the others; the user wants to know of that one.
         raise next(
@@ -151,7 +155,11 @@ async def assemble_session(
         ) from None
     roles, client = trainers_task.result(), client_task.result()
 
-    def on_failure(failure: SampleFailure) -> None:
+    failures: Counter[str] = Counter()
+
+    def on_failure(failure: SampleFailure, *, evaluation: bool) -> None:
+        if isinstance(failure.error, RewardError) and not evaluation:
+            failures[f"rollout/reward_outcome/{failure.error.outcome}"] += 1
         hooks.sample_failed(
             SampleFailed(
                 run=event,
@@ -174,7 +182,7 @@ async def assemble_session(
             client=client,
             tokenizer=materials.tokenizer,
             rewards=rewards,
-            on_failure=on_failure,
+            on_failure=partial(on_failure, evaluation=settings.evaluation),
         )
 
     source = materials.source or NoSource()
@@ -199,6 +207,7 @@ async def assemble_session(
         state=state,
         kept_ahead=[],
         saved_rollout_id=state.rollout_id,
+        faults=failures,
     )
 
 
@@ -267,9 +276,8 @@ async def start_client(
 
 
 def reward_parts(run: BoundRun) -> list[Part]:
-    parts = [run.reward, *(settings.reward for settings in run.evals)]
-    unique = {part.spec().to_json(): part for part in parts if part is not None}
-    return list(unique.values())
+    rewards = [*run.rewards, *(reward for settings in run.evals for reward in settings.rewards)]
+    return list({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
 
 
 def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:
@@ -295,16 +303,10 @@ def training_settings(run: BoundRun) -> GroupSettings:
         ),
         seed=run.rollout_seed,
         max_context_len=rollout.rollout_max_context_len,
-        reward=run.reward,
-        reward_key=rollout.reward_key or default_key(run.reward),
+        scoring=ScoringPlan.of(run.rewards, rollout),
         evaluation=False,
         max_retries=rollout.max_retries,
-        fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
     )
-
-
-def default_key(reward: Part | None) -> str | None:
-    return None if reward is None else reward.driver.reward_key
 
 
 def eval_tasks(
@@ -329,11 +331,9 @@ def eval_tasks(
             ),
             seed=run.rollout_seed,
             max_context_len=rollout.rollout_max_context_len,
-            reward=settings.reward,
-            reward_key=settings.reward_key or default_key(settings.reward),
+            scoring=ScoringPlan.of(settings.rewards, rollout),
             evaluation=True,
             max_retries=rollout.max_retries,
-            fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
         )
         prompts = source.take(source.num_rows or 0)
         tasks.append(

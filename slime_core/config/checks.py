@@ -131,11 +131,17 @@ def collector(run: BoundRun) -> list[str]:
 
 
 def rewards(run: BoundRun) -> list[str]:
-    if run.reward is None and run.algo.uses_rewards:
+    if not run.rewards and run.algo.uses_rewards:
         return [
             f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
         ]
-    return []
+    deaf = [part.name for part in run.algo.estimators if part.driver.uses_rewards and not part.driver.accepts_spans]
+    return [
+        f'{reward.part.where}: "{reward.label}" rewards spans of a response, and advantage "{deaf[0]}" gives all tokens of '
+        "one the same credit. Choose an advantage that takes them: `slime plugins show NAME` says so."
+        for reward in run.rewards
+        if reward.part.driver.gives_spans and deaf
+    ]
 
 
 def corrections(run: BoundRun) -> list[str]:

@@ -65,6 +65,19 @@ class RolesConfig(Table):
     """Learns the values of states."""
 
 
+class RewardTable(PluginTable):
+    """One of several rewards: its name, what it counts, and its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """What its number is multiplied by."""
+    label: str | None = Field(None, min_length=1)
+    """What metrics and samples call it; by default its name."""
+    reward_key: str | None = None
+    """Which of its named numbers counts; by default the reward's own choice."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -166,6 +179,8 @@ class RunConfig(Table):
     backend: PluginTable
     engine: PluginTable
     reward: PluginTable | None = None
+    rewards: tuple[RewardTable, ...] = ()
+    """Several rewards instead of one: what counts is the sum of weight x reward."""
     generate: PluginTable = PluginTable(name="single_turn")
     algo: PluginTable
     rollout: RolloutConfig

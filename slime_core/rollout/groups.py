@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_core.config.bound import Part
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -33,11 +32,10 @@ class GroupSettings:
     sampling: SamplingParams
     seed: int
     max_context_len: int | None
-    reward: Part | None
-    reward_key: str | None
+    scoring: ScoringPlan | None
+    """None: no reward."""
     evaluation: bool
     max_retries: int
-    fail_sample_on_reward_failure: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class GroupRunner:
         generator: Generator,
         client: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardPool | None,
+        rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
     ) -> None:
         self.settings = settings
@@ -85,7 +83,6 @@ class GroupRunner:
         self._client = client
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = None if settings.reward is None else settings.reward.spec()
         self._on_failure = on_failure
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
@@ -170,15 +167,13 @@ class GroupRunner:
         return [failed_sample(prompt, index)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
-        if self._reward is None or self._rewards is None:
+        plan = self.settings.scoring
+        if plan is None or self._rewards is None:
             return group
-        try:
-            return await self._rewards.score(self._reward, group, self.settings.reward_key)
-        except RewardError as error:
-            if not self.settings.fail_sample_on_reward_failure:
-                raise
-            self._on_failure(SampleFailure(group.prompt, group.samples[0].index, 1, False, error))
-            return replace(group, samples=tuple(mark_failed(sample) for sample in group.samples))
+        scored, failed = await score_group(self._rewards, plan, group)
+        for failure in failed:
+            self._on_failure(SampleFailure(group.prompt, failure.sample.index, 1, False, failure.error))
+        return scored
 
 
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
@@ -213,11 +208,6 @@ def failed_sample(prompt: Prompt, index: int) -> Sample:
         status=Status.FAILED,
         remove_sample=True,
     )
-
-
-def mark_failed(sample: Sample) -> Sample:
-    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
-    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)
 
 
 def is_failed(group: SampleGroup) -> bool:
