@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -16,11 +16,17 @@ from slime_core.batch.denominators import split_steps
 from slime_core.batch.nonfinite import leave_out, name_samples, nonfinite_samples
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
+from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
+    category_metrics,
     column_metrics,
+    correct_metrics,
+    group_metrics,
+    multi_turn_metrics,
+    pass_rate_metrics,
     repetition_metrics,
     reward_part_metrics,
     rollout_metrics,
@@ -30,7 +36,7 @@ from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
-from slime_core.types.sample import SampleGroup
+from slime_core.types.sample import Sample, SampleGroup
 
 METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
 """Columns whose metric has another name."""
@@ -53,6 +59,8 @@ class LearnerPlan:
     skip_nonfinite: bool = False
     max_skipped_steps: int
     ref_update_interval: int | None
+    logged: DebugConfig = field(default_factory=DebugConfig)
+    """Metrics that were asked for."""
 
     @classmethod
     def of(cls, run: BoundRun) -> LearnerPlan:
@@ -70,6 +78,7 @@ class LearnerPlan:
             train_short_batch=run.config.train.on_short_batch == "train",
             max_skipped_steps=run.config.train.max_skipped_steps,
             ref_update_interval=run.config.train.ref_update_interval,
+            logged=run.config.debug,
         )
 
 
@@ -136,7 +145,7 @@ class Learner:
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
-        scores = await self._score(tasks, dispatches)
+        scores, scoring_s = await self._score(tasks, dispatches)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
@@ -163,31 +172,50 @@ class Learner:
             steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
             rollout={
                 **rollout_metrics(batch, version),
+                **group_metrics(batch),
                 **column_metrics(
                     batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in {**columns, **scores}.items()}
                 ),
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
+                **logged_metrics(self._plan.logged, batch, samples, columns.get(Need.ENTROPY)),
                 **credited.metrics,
                 **counts,
             },
             perf={
-                "perf/log_probs_time": scored - started,
+                "perf/score_time": scored - started,
                 "perf/train_time": ended - started,
                 "perf/train_tokens": float(trained_tokens),
                 "perf/train_tok_per_s": trained_tokens / (ended - scored),
+                **{f"perf/{METRIC_OF_COLUMN.get(name, name)}_time": seconds for name, seconds in scoring_s.items()},
                 **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
                 **{f"perf/{role.plan.name}_train_tok_per_s": trained_tokens / role.seconds for role in trained},
+                **self._tflops(batch, scoring_s, trained),
             },
         )
 
-    async def _score(self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]) -> dict[str, Float32]:
-        """The columns that the roles fill."""
+    async def _score(
+        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]
+    ) -> tuple[dict[str, Float32], dict[str, float]]:
+        """The columns that the roles fill, and the seconds that each took."""
         columns: dict[str, Float32] = {}
+        seconds: dict[str, float] = {}
         wanted = [task for task in tasks if task.scoring]
-        for of_role in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
+        for of_role, took in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
             columns |= of_role
-        return columns
+            seconds |= took
+        return columns, seconds
+
+    def _tflops(self, batch: Batch, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]) -> dict[str, float]:
+        """TFLOP per second and rank, counted from the model's shape; backward costs twice what forward does."""
+        metrics = {}
+        for role in trained:
+            forward = self._trainers[role.plan.name].forward_tflop(batch)
+            metrics[f"perf/{role.plan.name}_train_tflops"] = 3 * forward / role.seconds
+            old = scoring_s.get(Need.OLD_LOGPROBS)
+            if old is not None and any(scoring.column is Need.OLD_LOGPROBS for scoring in role.plan.scoring):
+                metrics["perf/log_probs_tflops"] = forward / old
+        return metrics
 
     def _nonfinite(self, batch: Batch, scores: Mapping[str, Float32]) -> dict[int, str]:
         """Samples to leave out, with the column that says so; TrainingError if there may be none."""
@@ -263,14 +291,33 @@ def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) 
     return {task.plan.name: task.trainers.dispatch(batch, step_of_sample) for task in wanted}
 
 
-async def score_role(task: RoleTask, dispatch: Dispatch) -> dict[str, Float32]:
-    """The columns that this role fills."""
+async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """The columns that this role fills, and the seconds that each took."""
     columns: dict[str, Float32] = {}
+    seconds: dict[str, float] = {}
     async with task.trainers.turn():
         for scoring in task.scoring:
+            began = time.perf_counter()
             scores = await task.trainers.score(dispatch, weights=scoring.weights)
             columns[scoring.column.value] = scores[scoring.output]
-    return columns
+            seconds[scoring.column.value] = time.perf_counter() - began
+    return columns, seconds
+
+
+def logged_metrics(
+    asked: DebugConfig, batch: Batch, samples: Sequence[Sample], entropy: Float32 | None
+) -> dict[str, float]:
+    """The metrics that are off by default."""
+    metrics: dict[str, float] = {}
+    if asked.log_passrate:
+        metrics |= pass_rate_metrics(batch, always=True)
+    if asked.log_correct_samples:
+        metrics |= correct_metrics(batch, entropy)
+    if asked.log_multi_turn:
+        metrics |= multi_turn_metrics(samples)
+    if asked.log_reward_category is not None:
+        metrics |= category_metrics(samples, asked.log_reward_category)
+    return metrics
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

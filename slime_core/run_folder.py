@@ -40,6 +40,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def traces(self) -> Path:
+        return self.path / "traces.jsonl"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -35,12 +35,13 @@ from slime_core.hookspecs import (
 )
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
+from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
 from slime_core.rollout.supervisor import Admit
+from slime_core.rollout.trace import RolloutTrace
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
@@ -93,6 +94,9 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    generation: dict[int, dict[str, float]] = field(default_factory=dict)
+    """How fast the groups of each step were generated."""
+    trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
     faults: Counter[str] = field(default_factory=Counter)
@@ -123,6 +127,12 @@ class Session:
             counts=self.counts[step],
         )
         groups = await self.collector.collect(step, context)
+        if self.runner is not None:
+            self.generation[step] = generation_metrics(
+                [sample for group in groups for sample in group.samples],
+                time.perf_counter() - began,
+                self.run.config.launcher.num_engines * self.run.config.launcher.rollout_num_gpus_per_engine,
+            )
         if self.run.config.rollout.dump_rollouts:
             self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
@@ -149,7 +159,17 @@ class Session:
         """The step is done: counts it and writes its metrics."""
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        perf = {**report.perf, "perf/rollout_time": rollout_s, "perf/step_time": step_s}
+        trained_s = report.perf["perf/train_time"]
+        waited_s = max(0.0, step_s - trained_s)
+        perf = {
+            **report.perf,
+            "perf/rollout_time": rollout_s,
+            "perf/step_time": step_s,
+            "perf/train_wait_time": waited_s,
+            "perf/wait_time_ratio": waited_s / (waited_s + trained_s),
+            **self.generation.pop(step, {}),
+            **self.trace.metrics(),
+        }
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)

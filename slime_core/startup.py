@@ -37,6 +37,7 @@ from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
+from slime_core.rollout.trace import RolloutTrace
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
@@ -156,6 +157,8 @@ async def assemble_session(
     roles, client = trainers_task.result(), client_task.result()
 
     failures: Counter[str] = Counter()
+    trace = RolloutTrace(folder.traces if run.config.debug.trace_samples else None)
+    stack.callback(trace.close)
 
     def on_failure(failure: SampleFailure, *, evaluation: bool) -> None:
         if isinstance(failure.error, RewardError) and not evaluation:
@@ -183,6 +186,7 @@ async def assemble_session(
             tokenizer=materials.tokenizer,
             rewards=rewards,
             on_failure=partial(on_failure, evaluation=settings.evaluation),
+            on_trace=trace.add,
         )
 
     source = materials.source or NoSource()
@@ -208,6 +212,7 @@ async def assemble_session(
         kept_ahead=[],
         saved_rollout_id=state.rollout_id,
         faults=failures,
+        trace=trace,
     )
 
 

@@ -148,6 +148,17 @@ class DebugConfig(Table):
 
     print_completions_interval: int | None = Field(None, gt=0)
     """Print a few completions every so many rollout steps."""
+    log_passrate: bool = False
+    """Log pass@k of the training rollouts (rollout/passrate/pass@k) also when rewards are not just fail and pass: those with
+    reward 1 pass."""
+    log_reward_category: str | None = None
+    """One of the numbers that the reward returns: log the share of samples with each value (rollout/error_cat/VALUE)."""
+    log_correct_samples: bool = False
+    """Log lengths and entropy of the samples with reward 1 (rollout/correct/*)."""
+    log_multi_turn: bool = False
+    """Log how many turns samples have, and how long they are (rollout/multi_turn/*)."""
+    trace_samples: bool = False
+    """Write traces.jsonl in the run folder: for each sample its turns, and how long it waited, was generated and scored."""
 
 
 class PrepareConfig(Table):

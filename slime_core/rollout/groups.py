@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from slime_core.errors import EngineError, EngineUnavailable, PluginError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
+from slime_core.rollout.trace import AnswerTrace, GroupTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -77,6 +79,7 @@ class GroupRunner:
         tokenizer: PreTrainedTokenizerBase,
         rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
+        on_trace: Callable[[GroupTrace], None] = lambda trace: None,
     ) -> None:
         self.settings = settings
         self._generator = generator
@@ -84,6 +87,7 @@ class GroupRunner:
         self._tokenizer = tokenizer
         self._rewards = rewards
         self._on_failure = on_failure
+        self._on_trace = on_trace
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
@@ -111,9 +115,10 @@ class GroupRunner:
         self, prompt: Prompt, episodes: list[EngineEpisode], stop: asyncio.Event, kept: Mapping[int, list[Sample]]
     ) -> SampleGroup:
         answers = []
+        traces: list[AnswerTrace] = []
         for position in range(self.settings.num_samples):
             index = prompt.group_index * self.settings.num_samples + position
-            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []))
+            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []), traces)
             answers.append(asyncio.create_task(work))
         try:
             samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
@@ -121,8 +126,17 @@ class GroupRunner:
             for answer in answers:
                 answer.cancel()
             raise
-        group = SampleGroup(prompt=prompt, samples=tuple(samples))
-        return await self._score(group)
+        began = time.perf_counter()
+        group = await self._score(SampleGroup(prompt=prompt, samples=tuple(samples)))
+        self._on_trace(
+            GroupTrace(
+                scope=self.settings.scope,
+                group_index=prompt.group_index,
+                reward_s=time.perf_counter() - began,
+                answers=traces,
+            )
+        )
+        return group
 
     async def _answer(
         self,
@@ -132,6 +146,7 @@ class GroupRunner:
         index: int,
         position: int,
         kept: Sequence[Sample],
+        traces: list[AnswerTrace],
     ) -> Sequence[Sample]:
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
@@ -153,6 +168,7 @@ class GroupRunner:
                 kept=kept[0] if len(kept) == 1 else None,
             )
             episodes.append(episode)
+            began = time.perf_counter()
             try:
                 return check_samples(await self._generator.generate(episode), self._generator)
             except EngineUnavailable as error:
@@ -164,6 +180,8 @@ class GroupRunner:
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+            finally:
+                traces.append(episode.trace(time.perf_counter() - began))
         return [failed_sample(prompt, index)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:

@@ -117,7 +117,7 @@ class RolloutTrace:
                 self._file.write(json.dumps(line(trace, answer)) + "\n")
             self._file.flush()
         except OSError as error:
-            raise storage_error(error, path) from error
+            raise storage_error(path, error) from error
 
 
 def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
