@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from slime_core.batch.assemble import assemble
 from slime_core.batch.denominators import split_steps
 from slime_core.batch.nonfinite import leave_out, name_samples, nonfinite_samples
+from slime_core.buffer.train_data import read_train_data, train_data_file
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
 from slime_core.config.run import DebugConfig
@@ -21,22 +23,19 @@ from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
-    category_metrics,
     column_metrics,
-    correct_metrics,
     group_metrics,
-    multi_turn_metrics,
-    pass_rate_metrics,
+    logged_metrics,
     repetition_metrics,
     reward_part_metrics,
     rollout_metrics,
     step_metrics,
 )
-from slime_core.objective.credit import CreditRules, assign_credit
+from slime_core.objective.credit import CreditedBatch, CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
-from slime_core.types.sample import Sample, SampleGroup
+from slime_core.types.sample import SampleGroup
 
 METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
 """Columns whose metric has another name."""
@@ -59,6 +58,8 @@ class LearnerPlan:
     skip_nonfinite: bool = False
     max_skipped_steps: int
     ref_update_interval: int | None
+    recorded: Path | None = None
+    """Folder of train data to train on again, instead of what was collected."""
     logged: DebugConfig = field(default_factory=DebugConfig)
     """Metrics that were asked for."""
 
@@ -78,6 +79,7 @@ class LearnerPlan:
             train_short_batch=run.config.train.on_short_batch == "train",
             max_skipped_steps=run.config.train.max_skipped_steps,
             ref_update_interval=run.config.train.ref_update_interval,
+            recorded=None if (folder := run.config.train.load_debug_train_data) is None else Path(folder),
             logged=run.config.debug,
         )
 
@@ -137,7 +139,11 @@ class Learner:
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         """One rollout batch; the report carries version + 1."""
         started = time.perf_counter()
-        batch = assemble(groups)
+        recorded: TokenColumns | None = None
+        if self._plan.recorded is None:
+            batch = assemble(groups)
+        else:
+            batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
@@ -145,7 +151,7 @@ class Learner:
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
-        scores, scoring_s = await self._score(tasks, dispatches)
+        scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
@@ -154,7 +160,10 @@ class Learner:
             counts["rollout/nonfinite_samples"] = float(len(bad))
         columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
         training = [task for task in tasks if task.trains]
-        credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
+        if recorded is not None:
+            credited = CreditedBatch(columns=recorded, step_of_sample=step_of_sample)
+        else:
+            credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
         self._on_batch(rollout_id, version, batch, credited.columns)
         refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
         # In the opposite order of scoring: devices that several share are still with the role that was scored last.
@@ -302,22 +311,6 @@ async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Floa
             columns[scoring.column.value] = scores[scoring.output]
             seconds[scoring.column.value] = time.perf_counter() - began
     return columns, seconds
-
-
-def logged_metrics(
-    asked: DebugConfig, batch: Batch, samples: Sequence[Sample], entropy: Float32 | None
-) -> dict[str, float]:
-    """The metrics that are off by default."""
-    metrics: dict[str, float] = {}
-    if asked.log_passrate:
-        metrics |= pass_rate_metrics(batch, always=True)
-    if asked.log_correct_samples:
-        metrics |= correct_metrics(batch, entropy)
-    if asked.log_multi_turn:
-        metrics |= multi_turn_metrics(samples)
-    if asked.log_reward_category is not None:
-        metrics |= category_metrics(samples, asked.log_reward_category)
-    return metrics
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.config.run import DebugConfig
 from slime_core.types.batch import Batch
 from slime_core.types.sample import Sample
 
@@ -143,6 +144,22 @@ def category_metrics(samples: Sequence[Sample], key: str) -> dict[str, float]:
     it takes is a category."""
     found = Counter(sample.reward_parts[key] for sample in samples if key in sample.reward_parts)
     return {f"rollout/error_cat/{value:g}": count / len(samples) for value, count in sorted(found.items())}
+
+
+def logged_metrics(
+    asked: DebugConfig, batch: Batch, samples: Sequence[Sample], entropy: npt.NDArray[np.float32] | None
+) -> dict[str, float]:
+    """The metrics that are off by default."""
+    metrics: dict[str, float] = {}
+    if asked.log_passrate:
+        metrics |= pass_rate_metrics(batch, always=True)
+    if asked.log_correct_samples:
+        metrics |= correct_metrics(batch, entropy)
+    if asked.log_multi_turn:
+        metrics |= multi_turn_metrics(samples)
+    if asked.log_reward_category is not None:
+        metrics |= category_metrics(samples, asked.log_reward_category)
+    return metrics
 
 
 def generation_metrics(samples: Sequence[Sample], seconds: float, num_devices: int) -> dict[str, float]:

@@ -56,6 +56,10 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def train_data(self) -> Path:
+        return self.path / "train_data"
+
+    @property
     def hf(self) -> Path:
         return self.path / "hf"
 

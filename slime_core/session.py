@@ -42,6 +42,7 @@ from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
@@ -78,7 +79,7 @@ class Session:
     client: EngineClient | None
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
-    learner: Learner
+    learner: Learner | RolloutOnly
     transport: WeightTransport | None
     evaluator: Evaluator
     store: CheckpointStore
@@ -126,8 +127,10 @@ class Session:
             observe=self._groups_finished,
             counts=self.counts[step],
         )
-        groups = await self.collector.collect(step, context)
-        if self.runner is not None:
+        # Of recorded train data the learner takes its steps from there.
+        recorded = self.run.config.train.load_debug_train_data is not None
+        groups = [] if recorded else await self.collector.collect(step, context)
+        if self.run.generates:
             self.generation[step] = generation_metrics(
                 [sample for group in groups for sample in group.samples],
                 time.perf_counter() - began,
@@ -166,7 +169,7 @@ class Session:
             "perf/rollout_time": rollout_s,
             "perf/step_time": step_s,
             "perf/train_wait_time": waited_s,
-            "perf/wait_time_ratio": waited_s / (waited_s + trained_s),
+            "perf/wait_time_ratio": waited_s / step_s,
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
         }

@@ -16,6 +16,7 @@ import tomlkit
 
 from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.engine import EngineSetup
@@ -28,6 +29,7 @@ from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
 from slime_core.launch.choose import build_launcher, choose_device
 from slime_core.launch.launcher import Launcher
+from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner, LearnerPlan
 from slime_core.manifest import build_manifest
 from slime_core.materials import Materials, NoSource
@@ -38,6 +40,7 @@ from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
@@ -138,11 +141,11 @@ async def assemble_session(
 ) -> Session:
     """Starts trainers, engines and rewards, at the same time, and puts the session together."""
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
-    with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
+    with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
+            trainers_task = starting.create_task(start_trained(run, materials, launcher, agreement, device, folder))
             client_task = starting.create_task(
                 start_client(run, materials, launcher, agreement, device, folder, with_engine)
             )
@@ -175,6 +178,8 @@ async def assemble_session(
         )
 
     def on_batch(rollout_id: int, version: int, batch: Batch, columns: TokenColumns) -> None:
+        if run.config.debug.save_debug_train_data:
+            write_train_data(train_data_file(folder.train_data, rollout_id), batch, columns)
         hooks.batch_ready(BatchReady(run=event, rollout_id=rollout_id, version=version, batch=batch, columns=columns))
 
     def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
@@ -202,8 +207,8 @@ async def assemble_session(
         filters=[part.build() for part in run.filters],
         client=client,
         roles=roles,
-        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
-        transport=None if client is None or run.transport is None else run.transport.build(),
+        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch) if roles else RolloutOnly(run.config.debug),
+        transport=None if client is None or run.transport is None or not roles else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),
         store=store,
         trackers=(),
@@ -214,6 +219,15 @@ async def assemble_session(
         faults=failures,
         trace=trace,
     )
+
+
+async def start_trained(
+    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str, folder: RunFolder
+) -> dict[str, Trainers]:
+    """The trained roles; none in a run that only generates."""
+    if run.config.rollout.debug_rollout_only:
+        return {}
+    return await start_roles(run, materials, launcher, agreement, device, folder.path)
 
 
 def supervise(session: Session, client: EngineClient, launcher: Launcher) -> EngineSupervisor:

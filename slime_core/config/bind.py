@@ -83,6 +83,9 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
     collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or "accepted")
+    if config.rollout.load_debug_rollout_data is not None:
+        dump = {"name": "replay", "folder": config.rollout.load_debug_rollout_data}
+        collector_table = PluginTable.model_validate(dump)
     collector = binder.part(groups.COLLECTORS, collector_table, "rollout.collector")
     buffer_filter = binder.part(
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
@@ -97,7 +100,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     )
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
-    evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in config.eval.datasets)
+    sets = () if config.train.debug_train_only else config.eval.datasets
+    evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
 
     # What eval.defaults says is bound for each set.
     binder.problems[:] = dict.fromkeys(binder.problems)

@@ -228,6 +228,18 @@ class BoundRun:
         )  # fmt: skip
 
     @property
+    def generates(self) -> bool:
+        """Whether training steps need an engine."""
+        recorded = self.config.train.load_debug_train_data is not None
+        return not recorded and bool(self.collector.driver.needs_engine(self.collector.config))
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether training steps need the data source."""
+        recorded = self.config.train.load_debug_train_data is not None
+        return not recorded and bool(self.collector.driver.reads_prompts(self.collector.config))
+
+    @property
     def rollout_seed(self) -> int:
         return self.config.rollout_seed
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.table import Table
+from slime_core.contracts.paths import RunPath
 
 RewardPolicy: TypeAlias = Literal["error", "fail_sample", "leave_out", "zero"]
 
@@ -103,6 +104,10 @@ class RolloutConfig(Table):
     """The same for lost worker processes and services; by default on_reward_failure."""
     dump_rollouts: bool = False
     """Write each step's groups to rollouts/*.parquet in the run folder."""
+    load_debug_rollout_data: RunPath | None = None
+    """Folder of such a dump: steps come from there, as with the collector replay."""
+    debug_rollout_only: bool = False
+    """Generate and score, and train nothing: no trainer is started, and the engines keep the weights that they loaded."""
 
     @property
     def wave(self) -> int:

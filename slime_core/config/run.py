@@ -157,6 +157,21 @@ class DebugConfig(Table):
     """Log lengths and entropy of the samples with reward 1 (rollout/correct/*)."""
     log_multi_turn: bool = False
     """Log how many turns samples have, and how long they are (rollout/multi_turn/*)."""
+    save_debug_train_data: bool = False
+    """Write train_data/*.parquet in the run folder: each step's batch with scores, advantages and loss weights."""
+    use_pytorch_profiler: bool = False
+    """Write profile/*.json in the run folder: what the trainer's ranks do, for Perfetto or chrome://tracing."""
+    profile_target: tuple[Literal["train_actor", "train_log_probs"], ...] = ("train_actor",)
+    """What is profiled: the optimiser steps of a rollout step, of every trained role; each forward without gradient."""
+    profile_step_start: int = Field(1, ge=0)
+    """First call that is profiled, counted from 0 at the start of an attempt; the very first one is slower than others."""
+    profile_step_end: int = Field(2, gt=0)
+    """First call after it that is not."""
+    record_memory_history: bool = False
+    """Record allocations of CUDA memory in the trainer's ranks: profile/*-memory-*.pickle, for pytorch.org/memory_viz, when a
+    step fails."""
+    memory_snapshot_num_steps: int | None = Field(None, gt=0)
+    """And after so many rollout steps."""
     trace_samples: bool = False
     """Write traces.jsonl in the run folder: for each sample its turns, and how long it waited, was generated and scored."""
 

@@ -7,6 +7,7 @@ import math
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ def records(path: Path) -> list[Record]:
 def logged(folder: Path) -> tuple[list[dict[str, Any]], list[Record]]:
     """The rows in order, without W&B's own columns; and all records."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    # W&B's own process writes the file, a little after `finish`; when this process ends it waits for that.
+    deadline = time.monotonic() + 60
     everything = records(path)
+    while not any(record.WhichOneof("record_type") == "exit" for record in everything):
+        assert time.monotonic() < deadline, "the file never ended"
+        time.sleep(0.05)
+        everything = records(path)
     rows = []
     for record in everything:
         if record.WhichOneof("record_type") == "history":

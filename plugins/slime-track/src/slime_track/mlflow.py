@@ -11,6 +11,7 @@ from typing import Any, Final
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.tracking._tracking_service.utils import _get_store
 
 from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.errors import ConfigError, StorageError
@@ -33,10 +34,11 @@ class MlflowTracker(Tracker):
         self._run_name = run_name
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._uri = ""
 
     def start(self, run: RunInfo) -> None:
         """ConfigError if the server is not to be reached."""
-        uri = self._tracking_uri or f"sqlite:///{run.run_dir / DATABASE}"
+        self._uri = uri = self._tracking_uri or f"sqlite:///{run.run_dir / DATABASE}"
         found = run.run_dir / RUN_ID
         try:
             self._client = client = MlflowClient(tracking_uri=uri)
@@ -70,6 +72,10 @@ class MlflowTracker(Tracker):
         if self._client is not None and self._run_id:
             self._client.set_terminated(self._run_id)
             self._client = None
+            # The store of a database keeps its connections; nothing in MLflow's public interface closes them.
+            engine = getattr(_get_store(self._uri), "engine", None)
+            if engine is not None:
+                engine.dispose()
 
 
 def allowed(name: str) -> str:

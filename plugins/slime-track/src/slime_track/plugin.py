@@ -50,8 +50,8 @@ class Curves(TrackerDriver):
 
 
 class WandbConfig(DriverConfig):
-    wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """offline: into files that `wandb sync` sends later; disabled: nowhere."""
+    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+    """offline: into files that `wandb sync` sends when you say so; online: to the server as they come; disabled: nowhere."""
     wandb_dir: RunPath | None = None
     """Folder for W&B's own files; by default the run's folder."""
     wandb_key_file: RunPath | None = None
@@ -98,7 +98,7 @@ class Wandb(TrackerDriver):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        return (Example(options={"wandb_mode": "offline"}),)
+        return (Example(options={"wandb_always_use_train_step": True}),)
 
 
 class MlflowConfig(DriverConfig):

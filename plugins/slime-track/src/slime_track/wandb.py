@@ -88,7 +88,7 @@ class WandbTracker(Tracker):
 
     def finish(self) -> None:
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
             self._run = None
 
 
