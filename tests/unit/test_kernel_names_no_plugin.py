@@ -26,6 +26,7 @@ PLAIN_WORDS = {
     "record",
     "remote",
     "retry",
+    "served",
     "sft",
     "tis",
     "value",
