@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import config, evaluate, models, new, plugins, run
+from slime_core.cli import config, doctor, evaluate, models, new, plugins, run
 from slime_core.errors import SlimeError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("eval", context_settings=PASS_ON, help="Evaluate a model on the run 
     evaluate.evaluate
 )
 app.command("new")(new.new)
+app.command("doctor")(doctor.doctor)
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(config.app, name="config")
 app.add_typer(models.app, name="models")
