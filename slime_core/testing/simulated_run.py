@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +53,8 @@ class Simulation:
     update_weights_interval: int = 1
     filters: Sequence[GroupFilter] = ()
     concurrency: int = 10**9
+    observe: Callable[[int, Sequence[SampleGroup]], None] | None = None
+    """Is given what would else be kept in `trained`: that grows with the steps."""
     trained: list[tuple[int, list[SampleGroup]]] = field(default_factory=list)
     """(version, groups) of each step, as the trainer got them."""
     trained_at: list[float] = field(default_factory=list)
@@ -147,7 +149,10 @@ class Simulation:
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         self.trained_at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.train_s)
-        self.trained.append((version, list(groups)))
+        if self.observe is None:
+            self.trained.append((version, list(groups)))
+        else:
+            self.observe(version, groups)
         return TrainReport(
             version=version + 1, steps=(), rollout={}, perf={"perf/train_tokens": 0.0, "perf/train_time": 1.0}
         )
