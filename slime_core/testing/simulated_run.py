@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from slime_core.config.run import RunConfig
 from slime_core.contracts.filter import GroupFilter
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.source import DataSource
-from slime_core.evaluate import Evaluator
+from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import Run
 from slime_core.registry import Registry
@@ -36,6 +36,8 @@ from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.report import PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
+
+EVAL_SET: Final = "held_out"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,10 @@ class Simulation:
     update_weights_interval: int = 1
     filters: Sequence[GroupFilter] = ()
     concurrency: int = 10**9
+    eval_prompts: int = 0
+    """Prompts of an evaluation set, which is run after every second step."""
+    eval: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the eval table."""
     observe: Callable[[int, Sequence[SampleGroup]], None] | None = None
     """Is given what would else be kept in `trained`: that grows with the steps."""
     trained: list[tuple[int, list[SampleGroup]]] = field(default_factory=list)
@@ -69,7 +75,7 @@ class Simulation:
         staleness = rollout.ahead + config.sync.update_weights_interval - 1
         run = SimpleNamespace(
             config=config,
-            evals=(),
+            evals=(SimpleNamespace(name=EVAL_SET),) if self.eval_prompts else (),
             collector=SimpleNamespace(driver=driver),
             max_staleness=staleness if rollout.max_staleness is None else rollout.max_staleness,
         )
@@ -85,13 +91,13 @@ class Simulation:
             tokenizer=cast("Any", NoText()),
             buffer=DataBuffer(Numbers(), PopFirstFilter()),
             collector=driver.build(driver.Config()),
-            runner=self._runner(client, config),
+            runner=self._runner(client, config, "train"),
             filters=self.filters,
             client=client,
             roles=cast("Any", {"actor": IdleRanks()}),
             learner=cast("Any", self),
             transport=cast("Any", self),
-            evaluator=Evaluator(()),
+            evaluator=Evaluator(self._eval_tasks(client, config)),
             store=store,
             trackers=(),
             hooks=Hooks.load(Registry(()), own={}),
@@ -116,23 +122,30 @@ class Simulation:
                 "train": {"num_rollout": self.num_rollout},
                 "checkpoint": {"save_interval": self.save_interval},
                 "sync": {"update_weights_interval": self.update_weights_interval},
-                "eval": {"skip_eval_before_train": True},
+                "eval": {"skip_eval_before_train": True, "eval_interval": 2, **self.eval},
             }
         )
 
-    def _runner(self, client: EngineClient, config: RunConfig) -> GroupRunner:
+    def _eval_tasks(self, client: EngineClient, config: RunConfig) -> list[EvalTask]:
+        if not self.eval_prompts:
+            return []
+        settings = SimpleNamespace(name=EVAL_SET, metadata_overrides={}, pass_threshold=1.0)
+        runner = self._runner(client, config, f"eval-{EVAL_SET}")
+        return [EvalTask(settings=cast("Any", settings), prompts=Numbers().take(self.eval_prompts), runner=runner)]
+
+    def _runner(self, client: EngineClient, config: RunConfig, scope: str) -> GroupRunner:
         rollout = config.rollout
         generator: Generator = SingleTurn()
         return GroupRunner(
             GroupSettings(
-                scope="train",
+                scope=scope,
                 num_samples=rollout.n_samples_per_prompt,
                 sampling=SamplingParams(max_new_tokens=rollout.rollout_max_response_len),
                 seed=config.rollout_seed,
                 max_context_len=None,
                 reward=None,
                 reward_key=None,
-                evaluation=False,
+                evaluation=scope != "train",
                 max_retries=0,
                 fail_sample_on_reward_failure=False,
                 mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,

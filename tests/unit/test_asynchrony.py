@@ -13,10 +13,11 @@ import pytest
 
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.tracker import Tracker
-from slime_core.errors import Interrupted, RolloutsExhausted
+from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
 from slime_core.loop import Schedule, run_loop
 from slime_core.session import Session
 from slime_core.testing.fast_clock import run_fast
+from slime_core.testing.scripted_engine import EngineInLoop
 from slime_core.testing.simulated_run import Simulation
 from slime_core.testing.timed_engine import TimedEngine
 
@@ -177,14 +178,16 @@ def test_exhausted_rollouts_end_it(tmp_path: Path) -> None:
 
 
 class Log(Tracker):
-    """Adds up what every step logs."""
+    """What is logged, and its sums."""
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
+        self.lines: list[tuple[str, int, Any]] = []
 
     def start(self, run: Any) -> None: ...
 
     def log(self, axis: str, step: int, metrics: Any, *, rollout_id: int) -> None:
+        self.lines.append((axis, step, metrics))
         self.sums.update({name: int(value) for name, value in metrics.items()})
 
     def finish(self) -> None: ...
@@ -386,6 +389,73 @@ def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> No
     require_whole(again)
     drawn = resumed.buffer.source.state()["next"]
     assert sorted([*group_numbers(again), *waiting(resumed)]) == list(range(drawn))
+
+
+# ---------------------------------------------------------------- evaluation beside it, engines that are lost
+
+
+@pytest.mark.parametrize(
+    ("eval_table", "ahead"),
+    [({}, 0), ({"eval_on_the_side": True}, 0), ({"eval_on_the_side": True, "eval_holds_weights": False}, 2)],
+)
+def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
+    tmp_path: Path, eval_table: dict[str, Any], ahead: int
+) -> None:
+    simulation = simulate(
+        tmp_path,
+        train_s=20.0,
+        eval_prompts=12,
+        eval=eval_table,
+        rollout={"ahead": ahead},
+        engines=[TimedEngine(slots=100, rate=lambda running: 1.0, length=answer_length)],
+    )
+    session = simulation.session()
+    log = Log()
+    session.trackers = [log]
+    run_fast(run_loop(session))
+    require_whole(simulation)
+    evaluations = [(step, metrics) for axis, step, metrics in log.lines if axis == "eval/step"]
+    # After every second step, whatever else goes on, with an answer to every prompt.
+    assert [step for step, _ in evaluations] == [2, 4, 6]
+    assert all(metrics["eval/held_out/response_len/max"] == 45 for _, metrics in evaluations)
+    versions = [(metrics["eval/version_min"], metrics["eval/version_max"]) for _, metrics in evaluations]
+    if eval_table.get("eval_holds_weights", True):
+        assert versions == [(2, 2), (4, 4), (6, 6)]
+    else:
+        assert versions[0][0] == 2
+        assert versions[0][1] > 2
+    # In turn: 45 seconds of rollouts and 20 of training, and 45 of evaluation before the next step, or beside it.
+    if ahead == 0:
+        pauses = np.diff(simulation.trained_at).tolist()
+        assert pauses == [65.0, 65.0 if eval_table else 110.0] * 2 + [65.0]
+
+
+@pytest.mark.parametrize("mode", ["fully asynchronous", "asynchronous and partial"])
+def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: str) -> None:
+    engines = [TimedEngine(slots=4, rate=lambda running: 1.0, length=answer_length) for _ in range(2)]
+    simulation = simulate(tmp_path, steps=9, engines=engines, save_interval=4, publish_s=1.0, rollout=MODES[mode])
+    session = simulation.session()
+    assert session.client is not None
+    client, lost = session.client, []
+    client.watch(lambda index, error, again: lost.append(again))
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        for after_s, back_s in ((7.0, 3.0), (23.0, 11.0)):
+            await asyncio.sleep(after_s)
+            client.quarantine(1, EngineError("it is gone"))
+            await asyncio.sleep(back_s)
+            successor = TimedEngine(
+                slots=4, rate=lambda running: 1.0, length=answer_length, version=session.state.version
+            )
+            client.admit(1, EngineInLoop(successor))
+        await loop
+
+    run_fast(scene())
+    assert lost[0] > 0
+    require_whole(simulation)
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
 
 
 def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:
