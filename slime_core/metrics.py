@@ -51,6 +51,11 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     staleness = sample_staleness(batch, version)
     if len(staleness):
         metrics |= {"rollout/staleness/mean": float(staleness.mean()), "rollout/staleness/max": float(staleness.max())}
+        behind, counts = np.unique(staleness, return_counts=True)
+        metrics |= {
+            f"rollout/staleness/count_{versions}": float(count)
+            for versions, count in zip(behind.tolist(), counts.tolist(), strict=True)
+        }
     return metrics
 
 

@@ -300,6 +300,7 @@ def training_settings(run: BoundRun) -> GroupSettings:
         evaluation=False,
         max_retries=rollout.max_retries,
         fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
+        mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
     )
 
 

@@ -82,7 +82,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     source = binder.part(groups.SOURCES, source_table, "data")
     reward = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
-    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or "accepted")
+    own_collector = "pool" if config.rollout.in_flight or config.rollout.partial_rollout else "accepted"
+    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or own_collector)
     collector = binder.part(groups.COLLECTORS, collector_table, "rollout.collector")
     buffer_filter = binder.part(
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver

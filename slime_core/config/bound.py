@@ -220,6 +220,17 @@ class BoundRun:
         return self.config.rollout_seed
 
     @property
+    def max_staleness(self) -> int:
+        """Policy versions that a token may be behind when it is trained."""
+        asked = self.config.rollout.max_staleness
+        return self.least_staleness if asked is None else asked
+
+    @property
+    def least_staleness(self) -> int:
+        """What rollouts that are never late are behind at most."""
+        return self.config.rollout.ahead + self.config.sync.update_weights_interval - 1
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the policy."""
         launcher = self.config.launcher

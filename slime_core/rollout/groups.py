@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from slime_core.errors import EngineError, EngineUnavailable, PluginError, Rewar
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.staleness import mask_kept
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -38,6 +39,8 @@ class GroupSettings:
     evaluation: bool
     max_retries: int
     fail_sample_on_reward_failure: bool
+    mask_offpolicy: bool = False
+    """Kept tokens are not trained if a newer policy went on with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,9 @@ class RunningGroup:
     task: asyncio.Task[SampleGroup]
     episodes: list[EngineEpisode]
     stop: asyncio.Event
-    """Set by an abort: what the group would ask the engines next is answered with nothing."""
+    """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
+    generated: list[Sample] = field(default_factory=list)
+    """All its samples as soon as there are all; their rewards may not be there yet."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -93,6 +98,7 @@ class GroupRunner:
         they are, unfinished ones continued."""
         episodes: list[EngineEpisode] = []
         stop = asyncio.Event()
+        generated: list[Sample] = []
         by_index: dict[int, list[Sample]] = {}
         for sample in kept:
             by_index.setdefault(sample.index, []).append(sample)
@@ -100,7 +106,8 @@ class GroupRunner:
             prompt=prompt,
             episodes=episodes,
             stop=stop,
-            task=asyncio.create_task(self._run(prompt, episodes, stop, by_index)),
+            generated=generated,
+            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, by_index)),
         )
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
@@ -111,7 +118,12 @@ class GroupRunner:
         await self._client.abort([request_id for group in groups for request_id in group.request_ids])
 
     async def _run(
-        self, prompt: Prompt, episodes: list[EngineEpisode], stop: asyncio.Event, kept: Mapping[int, list[Sample]]
+        self,
+        prompt: Prompt,
+        episodes: list[EngineEpisode],
+        stop: asyncio.Event,
+        generated: list[Sample],
+        kept: Mapping[int, list[Sample]],
     ) -> SampleGroup:
         answers = []
         for position in range(self.settings.num_samples):
@@ -124,8 +136,10 @@ class GroupRunner:
             for answer in answers:
                 answer.cancel()
             raise
+        generated += samples
         group = SampleGroup(prompt=prompt, samples=tuple(samples))
-        return await self._score(group)
+        # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
+        return group if stop.is_set() else await self._score(group)
 
     async def _answer(
         self,
@@ -157,7 +171,10 @@ class GroupRunner:
             )
             episodes.append(episode)
             try:
-                return check_samples(await self._generator.generate(episode), self._generator)
+                samples = check_samples(await self._generator.generate(episode), self._generator)
+                if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
+                    samples = [mask_kept(samples[0], kept[0].response_length)]
+                return samples
             except EngineUnavailable as error:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))

@@ -76,6 +76,8 @@ def test_rollout_metrics_by_hand(make_batch):
         # Of a sample: the version at consumption less its oldest. One is 1 behind, the other 3.
         "rollout/staleness/mean": 2.0,
         "rollout/staleness/max": 3.0,
+        "rollout/staleness/count_1": 1.0,
+        "rollout/staleness/count_3": 1.0,
     }
 
 
