@@ -35,12 +35,14 @@ from slime_core.hookspecs import (
 )
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
+from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
 from slime_core.rollout.supervisor import Admit
+from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
@@ -74,7 +76,7 @@ class Session:
     client: EngineClient | None
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
-    learner: Learner
+    learner: Learner | RolloutOnly
     transport: WeightTransport | None
     evaluator: Evaluator
     store: CheckpointStore
@@ -90,12 +92,15 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    generation: dict[int, dict[str, float]] = field(default_factory=dict)
+    """How fast the groups of each step were generated."""
+    trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
     evaluation: asyncio.Task[None] | None = None
     """On the side."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Metrics of lost engines, for the next step's record."""
+    """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
     """Not set: the trainers have begun a step that `state` does not count yet."""
     bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -124,7 +129,15 @@ class Session:
             version=version + step - self.state.rollout_id,
             max_staleness=self.run.max_staleness,
         )
-        groups = await self.collector.collect(step, context)
+        # Of recorded train data the learner takes its steps from there.
+        recorded = self.run.config.train.load_debug_train_data is not None
+        groups = [] if recorded else await self.collector.collect(step, context)
+        if self.run.generates:
+            self.generation[step] = generation_metrics(
+                [sample for group in groups for sample in group.samples],
+                time.perf_counter() - began,
+                self.run.config.launcher.num_engines * self.run.config.launcher.rollout_num_gpus_per_engine,
+            )
         if self.run.config.rollout.dump_rollouts:
             self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
@@ -151,11 +164,16 @@ class Session:
         """The step is done: counts it and writes its metrics."""
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
+        trained_s = report.perf["perf/train_time"]
+        waited_s = max(0.0, step_s - trained_s)
         perf = {
             **report.perf,
             "perf/rollout_time": rollout_s,
             "perf/step_time": step_s,
-            "perf/wait_time_ratio": rollout_s / (rollout_s + report.perf["perf/train_time"]),
+            "perf/train_wait_time": waited_s,
+            "perf/wait_time_ratio": waited_s / step_s,
+            **self.generation.pop(step, {}),
+            **self.trace.metrics(),
         }
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds

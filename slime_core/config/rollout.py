@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.table import Table
+from slime_core.contracts.paths import RunPath
+
+RewardPolicy: TypeAlias = Literal["error", "fail_sample", "leave_out", "zero"]
 
 
 class RolloutConfig(Table):
@@ -92,14 +95,31 @@ class RolloutConfig(Table):
     """Samples in flight per engine."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
+    reward_choice_key: str | None = None
+    """Key of the samples' metadata that says which of the run's rewards count for them: a name, or a list of names. Without
+    the key in the metadata, all of them."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds that a reward may take for one group."""
+    """Seconds that a reward may take for one group, unless it says itself how long it may."""
     reward_workers: int = Field(1, gt=0)
     """Worker processes for rewards."""
-    on_reward_failure: Literal["error", "fail_sample"] = "error"
-    """A reward that raises, times out or is not finite stops the run, or fails the group's samples (counted)."""
+    reward_retries: int = Field(1, ge=0)
+    """How often a group is scored again when there was no answer in time, or a worker process or a service was lost."""
+    on_reward_failure: RewardPolicy = "error"
+    """When a sample could not be scored: the run stops (error); the sample fails, and its group is handled as
+    on_failed_group says (fail_sample); the sample alone is left out of the batch and of its group's statistics (leave_out);
+    or its reward is 0 (zero). Counted: rollout/reward_outcome/*."""
+    on_reward_wrong: RewardPolicy | None = None
+    """The same for rewards that raise, or are no finite number; by default on_reward_failure."""
+    on_reward_timeout: RewardPolicy | None = None
+    """The same for rewards that gave no answer in time; by default on_reward_failure."""
+    on_reward_infra: RewardPolicy | None = None
+    """The same for lost worker processes and services; by default on_reward_failure."""
     dump_rollouts: bool = False
     """Write each step's groups to rollouts/*.parquet in the run folder."""
+    load_debug_rollout_data: RunPath | None = None
+    """Folder of such a dump: steps come from there, as with the collector replay."""
+    debug_rollout_only: bool = False
+    """Generate and score, and train nothing: no trainer is started, and the engines keep the weights that they loaded."""
 
     @property
     def in_flight(self) -> bool:

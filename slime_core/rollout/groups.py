@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_core.config.bound import Part
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
 from slime_core.rollout.staleness import mask_kept
+from slime_core.rollout.trace import AnswerTrace, GroupTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -34,11 +35,10 @@ class GroupSettings:
     sampling: SamplingParams
     seed: int
     max_context_len: int | None
-    reward: Part | None
-    reward_key: str | None
+    scoring: ScoringPlan | None
+    """None: no reward."""
     evaluation: bool
     max_retries: int
-    fail_sample_on_reward_failure: bool
     mask_offpolicy: bool = False
     """Kept tokens are not trained if a newer policy went on with them."""
 
@@ -82,16 +82,17 @@ class GroupRunner:
         generator: Generator,
         client: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardPool | None,
+        rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
+        on_trace: Callable[[GroupTrace], None] = lambda trace: None,
     ) -> None:
         self.settings = settings
         self._generator = generator
         self._client = client
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = None if settings.reward is None else settings.reward.spec()
         self._on_failure = on_failure
+        self._on_trace = on_trace
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
@@ -126,9 +127,10 @@ class GroupRunner:
         kept: Mapping[int, list[Sample]],
     ) -> SampleGroup:
         answers = []
+        traces: list[AnswerTrace] = []
         for position in range(self.settings.num_samples):
             index = prompt.group_index * self.settings.num_samples + position
-            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []))
+            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []), traces)
             answers.append(asyncio.create_task(work))
         try:
             samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
@@ -138,8 +140,20 @@ class GroupRunner:
             raise
         generated += samples
         group = SampleGroup(prompt=prompt, samples=tuple(samples))
-        # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
-        return group if stop.is_set() else await self._score(group)
+        if stop.is_set():
+            # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
+            return group
+        began = time.perf_counter()
+        group = await self._score(group)
+        self._on_trace(
+            GroupTrace(
+                scope=self.settings.scope,
+                group_index=prompt.group_index,
+                reward_s=time.perf_counter() - began,
+                answers=traces,
+            )
+        )
+        return group
 
     async def _answer(
         self,
@@ -149,6 +163,7 @@ class GroupRunner:
         index: int,
         position: int,
         kept: Sequence[Sample],
+        traces: list[AnswerTrace],
     ) -> Sequence[Sample]:
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
@@ -170,6 +185,7 @@ class GroupRunner:
                 kept=kept[0] if len(kept) == 1 else None,
             )
             episodes.append(episode)
+            began = time.perf_counter()
             try:
                 samples = check_samples(await self._generator.generate(episode), self._generator)
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
@@ -184,18 +200,18 @@ class GroupRunner:
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+            finally:
+                traces.append(episode.trace(time.perf_counter() - began))
         return [failed_sample(prompt, index)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
-        if self._reward is None or self._rewards is None:
+        plan = self.settings.scoring
+        if plan is None or self._rewards is None:
             return group
-        try:
-            return await self._rewards.score(self._reward, group, self.settings.reward_key)
-        except RewardError as error:
-            if not self.settings.fail_sample_on_reward_failure:
-                raise
-            self._on_failure(SampleFailure(group.prompt, group.samples[0].index, 1, False, error))
-            return replace(group, samples=tuple(mark_failed(sample) for sample in group.samples))
+        scored, failed = await score_group(self._rewards, plan, group)
+        for failure in failed:
+            self._on_failure(SampleFailure(group.prompt, failure.sample.index, 1, False, failure.error))
+        return scored
 
 
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
@@ -230,11 +246,6 @@ def failed_sample(prompt: Prompt, index: int) -> Sample:
         status=Status.FAILED,
         remove_sample=True,
     )
-
-
-def mark_failed(sample: Sample) -> Sample:
-    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
-    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)
 
 
 def is_failed(group: SampleGroup) -> bool:

@@ -77,6 +77,7 @@ class Simulation:
             config=config,
             evals=(SimpleNamespace(name=EVAL_SET),) if self.eval_prompts else (),
             collector=SimpleNamespace(driver=driver),
+            generates=True,
             max_staleness=staleness if rollout.max_staleness is None else rollout.max_staleness,
         )
         store = CheckpointStore(self.folder / "checkpoints", keep=2)
@@ -143,11 +144,9 @@ class Simulation:
                 sampling=SamplingParams(max_new_tokens=rollout.rollout_max_response_len),
                 seed=config.rollout_seed,
                 max_context_len=None,
-                reward=None,
-                reward_key=None,
+                scoring=None,
                 evaluation=scope != "train",
                 max_retries=0,
-                fail_sample_on_reward_failure=False,
                 mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
             ),
             generator=generator,

@@ -380,7 +380,7 @@ def test_precedence_of_evaluation_settings(bound):
     assert (own.temperature, plain.temperature) == (0.0, 0.4)  # set > eval_*
     assert (own.max_response_len, plain.max_response_len) == (20, 30)  # set > defaults > eval_*
     assert (own.num_samples, plain.num_samples) == (4, 1)
-    assert (own.reward.name, plain.reward.name) == ("one", "two")
+    assert (own.rewards[0].label, plain.rewards[0].label) == ("one", "two")
     assert (own.stop, plain.stop) == ((), ("d",))
     assert (own.apply_chat_template, plain.apply_chat_template) == (True, False)
     assert (own.input_key, own.label_key) == ("prompt", "label")  # the data table
@@ -392,7 +392,7 @@ def test_without_any_of_them_the_rollout_decides(bound):
     (only_set,) = bound("--rollout-temperature", "0.8", extra="[eval.datasets]\nt = 't.jsonl'\n").evals
     assert only_set.temperature == 0.8
     assert only_set.max_response_len == 16
-    assert only_set.reward.name == "one"
+    assert only_set.rewards[0].label == "one"
 
 
 def test_sets_may_be_pairs_a_list_or_a_mapping(bound, complaints):
