@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import xxhash
 
 from slime_core.contracts.engine import EngineInfo, EngineSetup, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
@@ -161,7 +162,8 @@ class SglangEngine(RolloutEngine):
             await pool.close()
 
     async def health(self) -> None:
-        """Asks each server; a paused one is not asked to generate."""
+        """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
+        routes do: its scheduler is asked for its state."""
         self._ready()
         before = self._pauses
         if not (self._paused or self._asleep):
@@ -172,7 +174,7 @@ class SglangEngine(RolloutEngine):
                 # A pause ends the token that it asked for.
                 if not self._paused and self._pauses == before:
                     raise
-        await self._ask_health("/health")
+        await self._ask_health("/server_info")
 
     async def _ask_health(self, path: str) -> None:
         await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
@@ -320,7 +322,7 @@ class SglangEngine(RolloutEngine):
     def _place(self, session: str | None) -> int:
         """The server with the least requests; a session stays where it was."""
         if session is not None:
-            return sum(session.encode()) % len(self._servers)
+            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._servers)
         return min(range(len(self._servers)), key=lambda place: self._load[place])
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

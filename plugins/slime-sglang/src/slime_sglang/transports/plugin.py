@@ -53,7 +53,7 @@ class IpcConfig(SentConfig):
 
 
 class Ipc(SentDriver):
-    """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU /dev/shm)."""
+    """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU a mapped file)."""
 
     Config = IpcConfig
 
