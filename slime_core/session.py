@@ -33,6 +33,7 @@ from slime_core.hookspecs import (
     Run,
     StepTrained,
 )
+from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
 from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
@@ -78,6 +79,7 @@ class Session:
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
     learner: Learner
+    residency: Residency
     transport: WeightTransport | None
     evaluator: Evaluator
     store: CheckpointStore
@@ -108,6 +110,7 @@ class Session:
 
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
+        await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
         self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
@@ -141,7 +144,8 @@ class Session:
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
         self.between_steps.clear()
-        report = await self.learner.train(step, groups, self.state.version)
+        async with self.residency.train():
+            report = await self.learner.train(step, groups, self.state.version)
         self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
         return report
 
@@ -185,8 +189,9 @@ class Session:
                 PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
             )
             await self.client.each("pause")
-            async with self.policy.turn():
+            async with self.residency.sync(self.policy):
                 self.publish_report = await self._push(self.transport, self.client)
+            await self.residency.rollout()
             await self.client.each("resume")
         self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
 
@@ -219,14 +224,18 @@ class Session:
             async with self.bringing_weights:
                 if self.transport is None:
                     return await admit(None)
-                async with self.policy.turn():
+                if self.residency.offloads and self.client is not None:
+                    # The trainer needs room: the others' requests wait too.
+                    await self.client.each("pause")
+                async with self.residency.sync(self.policy, beside=engine):
                     version = self.state.version
                     # A step may have begun while others had the trainers: then what they hold is no version yet.
                     if not self.between_steps.is_set():
                         continue
                     await engine.each("pause")
                     await self.transport.push(self.policy, engine, version)
-                    await engine.each("resume")
+                await self.residency.rollout(beside=engine)
+                await engine.each("resume")
                 return await admit(version)
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
@@ -236,10 +245,11 @@ class Session:
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
-            for name, trainers in self.roles.items():
-                (folder / "trainer" / name).mkdir(parents=True)
-                async with trainers.turn():
-                    await trainers.save(folder / "trainer" / name)
+            async with self.residency.train():
+                for name, trainers in self.roles.items():
+                    (folder / "trainer" / name).mkdir(parents=True)
+                    async with trainers.turn():
+                        await trainers.save(folder / "trainer" / name)
             self.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
@@ -265,6 +275,7 @@ class Session:
         """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first."""
         if not len(self.evaluator):
             return
+        await self.residency.rollout()
         report, groups = await self._unless_stopped(self.evaluator.evaluate(step, self.state.version))
         if step < 0:
             self.state = replace(self.state, eval_before=self.accuracies(report))

@@ -16,9 +16,9 @@ from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, SlimeError
+from slime_core.errors import CheckpointError, EngineError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
@@ -26,6 +26,7 @@ from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
 from slime_core.launch.choose import build_launcher, choose_device
 from slime_core.launch.launcher import Launcher
+from slime_core.launch.residency import Residency
 from slime_core.learner import Learner, LearnerPlan
 from slime_core.manifest import build_manifest
 from slime_core.materials import Materials, NoSource
@@ -133,14 +134,17 @@ async def assemble_session(
     state: RunState,
 ) -> Session:
     """Starts trainers, engines and rewards, at the same time, and puts the session together."""
+    config = run.config
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
     with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
     rewards = start_rewards(run, stack)
     try:
         async with asyncio.TaskGroup() as starting:
             trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
+            # An engine that shares devices takes what is left of them: the trainers are asleep by then.
+            first = trainers_task if config.launcher.colocate else None
             client_task = starting.create_task(
-                start_client(run, materials, launcher, agreement, device, folder, with_engine)
+                start_client(run, materials, launcher, agreement, device, folder, with_engine, first)
             )
             for part in reward_parts(run):
                 starting.create_task(rewards.warm(part.spec()))
@@ -150,6 +154,12 @@ async def assemble_session(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
     roles, client = trainers_task.result(), client_task.result()
+    residency = Residency(
+        next(iter(roles.values())).devices,
+        client,
+        shared=config.launcher.colocate,
+        offload_rollout=config.launcher.offloads_rollout(device),
+    )
 
     def on_failure(failure: SampleFailure) -> None:
         hooks.sample_failed(
@@ -191,6 +201,7 @@ async def assemble_session(
         client=client,
         roles=roles,
         learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
+        residency=residency,
         transport=None if client is None or run.transport is None else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),
         store=store,
@@ -218,9 +229,10 @@ def supervise(session: Session, client: EngineClient, launcher: Launcher) -> Eng
 
 async def restore(session: Session, checkpoint: Path) -> None:
     """Takes on what a checkpoint holds."""
-    for name, trainers in session.roles.items():
-        async with trainers.turn():
-            await trainers.load(checkpoint / "trainer" / name)
+    async with session.residency.train():
+        for name, trainers in session.roles.items():
+            async with trainers.turn():
+                await trainers.load(checkpoint / "trainer" / name)
     session.buffer.load(checkpoint / "buffer")
     session.kept_ahead = read_ahead(checkpoint, session.state)
 
@@ -233,9 +245,13 @@ async def start_client(
     device: str,
     folder: RunFolder,
     with_engine: bool,
+    first: asyncio.Task[Any] | None,
 ) -> EngineClient | None:
+    """`first`: what has to be there before."""
     if not with_engine:
         return None
+    if first is not None:
+        await asyncio.wait({first})
     config = run.config
     limit = materials.model_config.get("max_position_embeddings") or 2**20
     specs = [
@@ -252,11 +268,13 @@ async def start_client(
                 run_dir=folder.path,
                 trust_remote_code=config.model.trust_remote_code,
                 num_devices=config.launcher.rollout_num_gpus_per_engine,
+                offload=config.launcher.offloads_rollout(device),
             ),
         )
         for index in range(config.launcher.num_engines)
     ]
-    engines, _ = await launcher.start_engines(specs)
+    engines, infos = await launcher.start_engines(specs)
+    require_sleep(specs, infos)
     return EngineClient(
         engines,
         concurrency=config.rollout.concurrency,
@@ -264,6 +282,16 @@ async def start_client(
         max_losses=config.rollout.max_retries,
         call_limit_s=config.rollout.engine_call_timeout,
     )
+
+
+def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that should give memory back and cannot."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.offload and Capability.SLEEP not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
+                "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
+            )
 
 
 def reward_parts(run: BoundRun) -> list[Part]:

@@ -38,6 +38,14 @@ class Capability(StrEnum):
     SLEEP = "sleep"
 
 
+class Memory(StrEnum):
+    """What an engine holds on its devices, and may give back for a while."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    GRAPHS = "cuda_graph"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     index: int
@@ -54,6 +62,8 @@ class EngineSetup:
     trust_remote_code: bool = False
     num_devices: int = 1
     """Devices of this engine; on a CPU processes that share its cores."""
+    offload: bool = False
+    """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +140,14 @@ class RolloutEngine(ABC):
         """xxh3-64 over all weights, in the order of names: equal to the exporter's when nothing was lost."""
 
     @abstractmethod
-    async def sleep(self) -> None:
-        """Gives the device memory of weights and caches back; only while nothing runs."""
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+        """Gives the device memory of these back (None: of all); only while nothing runs, or paused. Weights come back as
+        they were. What it has given back already is passed over, what it cannot give back now it keeps."""
 
     @abstractmethod
-    async def wake(self) -> None: ...
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
+        """Takes memory again that it gave back; None: all of it. With its weights alone new ones can be loaded; it is
+        awake when it has everything."""
 
     @abstractmethod
     async def health(self) -> None:

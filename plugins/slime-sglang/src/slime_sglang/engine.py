@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import xxhash
 
-from slime_core.contracts.engine import EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.engine import EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -72,7 +72,8 @@ class SglangEngine(RolloutEngine):
         self._paused = False
         self._pauses = 0
         self._sweeps = 0
-        self._asleep = False
+        self._absent: set[Memory] = set()
+        """What was given back."""
 
     # ---------------------------------------------------------------- life
 
@@ -166,7 +167,7 @@ class SglangEngine(RolloutEngine):
         routes do: its scheduler is asked for its state."""
         self._ready()
         before = self._pauses
-        if not (self._paused or self._asleep):
+        if not (self._paused or self._absent):
             try:
                 await self._ask_health("/health_generate")
                 return
@@ -214,7 +215,7 @@ class SglangEngine(RolloutEngine):
 
     def _enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
         setup = self._ready()
-        if self._asleep:
+        if self._absent:
             raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
         self._check(requests)
         runs = [Running(request) for request in requests]
@@ -402,7 +403,7 @@ class SglangEngine(RolloutEngine):
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `BucketOrder.check`; also EngineError while not paused, since SGLang would wait for running requests."""
         self._ready()
-        if self._asleep or not self._paused:
+        if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
         self._order.check(bucket)
         self._order.incomplete = True
@@ -484,32 +485,35 @@ class SglangEngine(RolloutEngine):
 
     # ---------------------------------------------------------------- memory
 
-    async def sleep(self) -> None:
-        """Frees what SGLang's memory saver holds (`engine.offload`); the weights are kept on the host."""
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+        """Frees what SGLang's memory saver holds of these; the weights are kept on the host. Requests that a pause holds
+        wait here, so the servers are idle."""
         self._ready()
-        if self._asleep:
+        gone = [tag for tag in (Memory if tags is None else tags) if tag not in self._absent]
+        if not gone:
             return
-        if self._running:
+        if self._running and not (self._paused and self._config.pause_mode == "abort"):
             raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
-        await asyncio.gather(*(self._flush(server) for server in self._servers))
-        await self._post_all("/release_memory_occupation", {})
-        self._asleep = True
+        if Memory.KV_CACHE in gone:
+            await asyncio.gather(*(self._flush(server) for server in self._servers))
+        await self._post_all("/release_memory_occupation", {"tags": gone})
+        self._absent.update(gone)
 
-    async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """All memory again, or that of `tags`: weights, kv_cache, cuda_graph. It is awake when it has all."""
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
+        """All memory again, or that of `tags`."""
         self._ready()
-        if not self._asleep:
-            return
-        await self._post_all("/resume_memory_occupation", {"tags": None if tags is None else list(tags)})
-        if tags is None or "kv_cache" in tags:
-            self._asleep = False
+        # SGLang dies of a tag that it has not released.
+        missing = [tag for tag in (Memory if tags is None else tags) if tag in self._absent]
+        if missing:
+            await self._post_all("/resume_memory_occupation", {"tags": missing})
+            self._absent.difference_update(missing)
 
     # ---------------------------------------------------------------- what transports use
 
     async def endpoints(self) -> list[EngineEndpoint]:
         """EngineError unless the engine is paused: SGLang would wait for running requests."""
         setup = self._ready()
-        if self._asleep or not self._paused:
+        if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: new weights need a paused engine that is awake; call pause first.")
         # A version counts once all of it is there.
         self._order.incomplete = True
