@@ -57,8 +57,7 @@ test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
-	$(SINGLE) $(BIN)/pytest -s tests/integration/test_resume.py
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist load tests/integration -m faults --ignore tests/integration/test_resume.py
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import socket
 import threading
 
 import pytest
-from conftest import setup_for
+from engine_setup import setup_for
 from fake_sglang import FakeSglang
 
 from slime_core.errors import EngineError, EngineUnavailable

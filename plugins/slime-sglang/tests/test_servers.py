@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import setup_for
+from engine_setup import setup_for
 
 from slime_core.contracts.engine import Capability
 from slime_core.errors import EngineError
