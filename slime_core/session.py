@@ -16,6 +16,7 @@ from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
+from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import Tracker
 from slime_core.contracts.transport import EngineLink, WeightTransport
 from slime_core.errors import EngineError, Interrupted
@@ -41,6 +42,7 @@ from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
+from slime_core.rollout.served import middleware_metrics
 from slime_core.rollout.supervisor import Admit
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
@@ -76,6 +78,8 @@ class Session:
     """None: the collector needs no engine, and none was started."""
     filters: Sequence[GroupFilter]
     client: EngineClient | None
+    middlewares: Mapping[str, RouterMiddleware]
+    """Of the client, by name; a second one of a name has its number behind it."""
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
     learner: Learner
@@ -157,6 +161,8 @@ class Session:
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
+        if self.client is not None:
+            perf |= {**self.client.served.take(), **middleware_metrics(self.middlewares)}
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
         self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)

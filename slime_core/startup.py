@@ -17,6 +17,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
+from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import RunInfo
 from slime_core.errors import CheckpointError, EngineError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
@@ -138,13 +139,14 @@ async def assemble_session(
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
     with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
     rewards = start_rewards(run, stack)
+    middlewares = build_middlewares(run)
     try:
         async with asyncio.TaskGroup() as starting:
             trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
             # An engine that shares devices takes what is left of them: the trainers are asleep by then.
             first = trainers_task if config.launcher.colocate else None
             client_task = starting.create_task(
-                start_client(run, materials, launcher, agreement, device, folder, with_engine, first)
+                start_client(run, materials, launcher, agreement, device, folder, with_engine, first, middlewares)
             )
             for part in reward_parts(run):
                 starting.create_task(rewards.warm(part.spec()))
@@ -199,6 +201,7 @@ async def assemble_session(
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
         client=client,
+        middlewares=middlewares,
         roles=roles,
         learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
         residency=residency,
@@ -246,6 +249,7 @@ async def start_client(
     folder: RunFolder,
     with_engine: bool,
     first: asyncio.Task[Any] | None,
+    middlewares: Mapping[str, RouterMiddleware],
 ) -> EngineClient | None:
     """`first`: what has to be there before."""
     if not with_engine:
@@ -278,10 +282,19 @@ async def start_client(
     return EngineClient(
         engines,
         concurrency=config.rollout.concurrency,
-        middlewares=[part.build() for part in run.middlewares],
+        middlewares=list(middlewares.values()),
         max_losses=config.rollout.max_retries,
         call_limit_s=config.rollout.engine_call_timeout,
     )
+
+
+def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
+    """By name, outermost first; a second one of a name has its number behind it."""
+    built: dict[str, RouterMiddleware] = {}
+    for part in run.middlewares:
+        name = part.entry.name
+        built[name if name not in built else f"{name}-{len(built)}"] = part.build()
+    return built
 
 
 def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:

@@ -82,4 +82,7 @@ class EngineEpisode:
             return Completion.empty(request, FinishReason.ABORT)
         if sampling.max_new_tokens <= 0:
             return Completion.empty(request, FinishReason.LENGTH)
-        return await self._client.generate(request)
+        completion = await self._client.generate(request)
+        if not self.evaluation:
+            self._client.served.add(request, completion)
+        return completion

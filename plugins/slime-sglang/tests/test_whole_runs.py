@@ -45,7 +45,7 @@ def sum_is_right(sample):
     """Step 6 does not end before the engine is back, so that it is seen to serve."""
     while sample.group_index >= {late} and not BACK.exists():
         time.sleep(0.1)
-    return float(sample.response.split("\\\\boxed{{")[-1].split("}}")[0].strip() == sample.label.strip())
+    return float(sample.response.split("\\\\boxed{{")[-1].split("}}")[0].strip() == sample.prompt.label.strip())
 '''
 
 
