@@ -28,6 +28,7 @@ from slime_core.metrics import (
 )
 from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
+from slime_core.rollout.scorer import EngineScorer
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
@@ -118,8 +119,10 @@ class Learner:
         plan: LearnerPlan,
         *,
         on_batch: Callable[[int, int, Batch, TokenColumns], None],
+        teacher: EngineScorer | None = None,
     ) -> None:
-        """`trainers`: by the name of the role."""
+        """`trainers`: by the name of the role. `teacher`: where it stands behind engines."""
+        self._teacher = teacher
         self._trainers = trainers
         self._plan = plan
         self._on_batch = on_batch
@@ -136,7 +139,7 @@ class Learner:
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
-        scores = await self._score(tasks, dispatches)
+        scores = await self._score(tasks, dispatches, batch)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
@@ -181,11 +184,15 @@ class Learner:
             },
         )
 
-    async def _score(self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]) -> dict[str, Float32]:
-        """The columns that the roles fill."""
+    async def _score(
+        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
+    ) -> dict[str, Float32]:
+        """The columns that the roles fill, and the teacher's engines at the same time."""
         columns: dict[str, Float32] = {}
-        wanted = [task for task in tasks if task.scoring]
-        for of_role in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
+        work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
+        if self._teacher is not None:
+            work.append(score_teacher(self._teacher, batch))
+        for of_role in await asyncio.gather(*work):
             columns |= of_role
         return columns
 
@@ -271,6 +278,10 @@ async def score_role(task: RoleTask, dispatch: Dispatch) -> dict[str, Float32]:
             scores = await task.trainers.score(dispatch, weights=scoring.weights)
             columns[scoring.column.value] = scores[scoring.output]
     return columns
+
+
+async def score_teacher(teacher: EngineScorer, batch: Batch) -> dict[str, Float32]:
+    return {Need.TEACHER_LOGPROBS.value: await teacher.log_probs(batch)}
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

@@ -16,10 +16,9 @@ from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
-from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, EngineError, SlimeError
+from slime_core.engines import build_middlewares, start_engines
+from slime_core.errors import CheckpointError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
@@ -42,7 +41,6 @@ from slime_core.storage import storage_errors
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.engine import EngineWorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +143,8 @@ async def assemble_session(
             trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
             # An engine that shares devices takes what is left of them: the trainers are asleep by then.
             first = trainers_task if config.launcher.colocate else None
-            client_task = starting.create_task(
-                start_client(run, materials, launcher, agreement, device, folder, with_engine, first, middlewares)
+            engines_task = starting.create_task(
+                start_engines(run, materials, launcher, agreement, device, folder.path, middlewares, with_engine, first)
             )
             for part in reward_parts(run):
                 starting.create_task(rewards.warm(part.spec()))
@@ -155,7 +153,7 @@ async def assemble_session(
         raise next(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
-    roles, client = trainers_task.result(), client_task.result()
+    roles, (client, teacher) = trainers_task.result(), engines_task.result()
     residency = Residency(
         next(iter(roles.values())).devices,
         client,
@@ -203,7 +201,7 @@ async def assemble_session(
         client=client,
         middlewares=middlewares,
         roles=roles,
-        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
+        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher),
         residency=residency,
         transport=None if client is None or run.transport is None else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),
@@ -238,73 +236,6 @@ async def restore(session: Session, checkpoint: Path) -> None:
                 await trainers.load(checkpoint / "trainer" / name)
     session.buffer.load(checkpoint / "buffer")
     session.kept_ahead = read_ahead(checkpoint, session.state)
-
-
-async def start_client(
-    run: BoundRun,
-    materials: Materials,
-    launcher: Launcher,
-    agreement: Agreement,
-    device: str,
-    folder: RunFolder,
-    with_engine: bool,
-    first: asyncio.Task[Any] | None,
-    middlewares: Mapping[str, RouterMiddleware],
-) -> EngineClient | None:
-    """`first`: what has to be there before."""
-    if not with_engine:
-        return None
-    if first is not None:
-        await asyncio.wait({first})
-    config = run.config
-    limit = materials.model_config.get("max_position_embeddings") or 2**20
-    specs = [
-        EngineWorkerSpec(
-            agreement=agreement,
-            engine=run.engine.spec(),
-            setup=EngineSetup(
-                index=index,
-                model_path=Path(config.model.hf_checkpoint),
-                device="cuda" if device == "cuda" else "cpu",
-                seed=config.seed + index,
-                max_context_len=min(limit, config.rollout.rollout_max_context_len or limit),
-                max_batch=config.rollout.concurrency,
-                run_dir=folder.path,
-                trust_remote_code=config.model.trust_remote_code,
-                num_devices=config.launcher.rollout_num_gpus_per_engine,
-                offload=config.launcher.offloads_rollout(device),
-            ),
-        )
-        for index in range(config.launcher.num_engines)
-    ]
-    engines, infos = await launcher.start_engines(specs)
-    require_sleep(specs, infos)
-    return EngineClient(
-        engines,
-        concurrency=config.rollout.concurrency,
-        middlewares=list(middlewares.values()),
-        max_losses=config.rollout.max_retries,
-        call_limit_s=config.rollout.engine_call_timeout,
-    )
-
-
-def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
-    """By name, outermost first; a second one of a name has its number behind it."""
-    built: dict[str, RouterMiddleware] = {}
-    for part in run.middlewares:
-        name = part.entry.name
-        built[name if name not in built else f"{name}-{len(built)}"] = part.build()
-    return built
-
-
-def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
-    """EngineError for an engine that should give memory back and cannot."""
-    for spec, info in zip(specs, infos, strict=True):
-        if spec.setup.offload and Capability.SLEEP not in info.capabilities:
-            raise EngineError(
-                f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
-                "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
-            )
 
 
 def reward_parts(run: BoundRun) -> list[Part]:

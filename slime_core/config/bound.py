@@ -177,6 +177,19 @@ class BoundEvalSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundEngines:
+    """Engines of a model that is not trained."""
+
+    name: str
+    """Of the row in the engines table."""
+    engine: Part
+    model_path: Path
+    num_engines: int
+    num_devices: int
+    """Of one engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRun:
     """The whole run, ready to start."""
 
@@ -197,6 +210,7 @@ class BoundRun:
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
     evals: tuple[BoundEvalSet, ...] = field(default=())
+    teacher: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
 
@@ -209,7 +223,8 @@ class BoundRun:
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
         evals = [p for e in self.evals for p in (e.reward, e.generate) if p is not None]
-        optional = [p for p in (self.transport, self.reward) if p is not None]
+        of_teacher = None if self.teacher is None else self.teacher.engine
+        optional = [p for p in (self.transport, self.reward, of_teacher) if p is not None]
         return (
             self.backend, *self.role_backends.values(), self.engine, *optional, self.source, self.generate, self.collector,
             self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,

@@ -65,6 +65,31 @@ class RolesConfig(Table):
     """Learns the values of states."""
 
 
+class EngineRow(Table):
+    """Engines with a model of their own, which is not trained."""
+
+    load: RunPath
+    """Hugging Face folder of its weights, with the trained model's tokenizer."""
+    engine: PluginTable | None = None
+    """Engine; by default the run's, with its options."""
+    num_gpus: int | None = Field(None, gt=0)
+    """Devices, on CPU processes; by default one engine's."""
+    num_gpus_per_engine: int = Field(1, gt=0)
+    """Devices of one engine."""
+
+    @property
+    def num_engines(self) -> int:
+        return max(1, (self.num_gpus or self.num_gpus_per_engine) // self.num_gpus_per_engine)
+
+
+class EnginesConfig(Table):
+    """Engines beside the policy's, a row for each model that they serve."""
+
+    teacher: EngineRow | None = None
+    """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
+    (model.opd_teacher_load), and on devices of its own."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -178,6 +203,7 @@ class RunConfig(Table):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     roles: RolesConfig = RolesConfig()
+    engines: EnginesConfig = EnginesConfig()
     launcher: LauncherConfig = LauncherConfig()
     sync: SyncConfig = SyncConfig()
     router: RouterConfig = RouterConfig()

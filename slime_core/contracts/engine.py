@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from slime_core.contracts.transport import EngineEndpoint
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.weights import Bucket
@@ -36,6 +39,8 @@ class Capability(StrEnum):
     VERSION_SPANS = "version_spans"
     """Reports the policy version of each token span, also when weights change under a running request."""
     SLEEP = "sleep"
+    SCORES = "scores"
+    """Gives the log-probs of tokens that it is given, as a teacher does."""
 
 
 class Memory(StrEnum):
@@ -104,6 +109,13 @@ class RolloutEngine(ABC):
         finally:
             for answer in answers:
                 answer.cancel()
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Of each sequence the log-probs of its last `num_tokens` tokens, each given those before it, at temperature 1.
+        Only with `Capability.SCORES`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

@@ -49,7 +49,7 @@ def sum_is_right(sample):
 '''
 
 
-def slime(*words, cwd, timeout=420):
+def slime(*words, cwd, timeout=900):
     command = [str(Path(sys.executable).with_name("slime")), "run", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
@@ -70,7 +71,9 @@ class LocalEngine(RolloutEngine):
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
         return EngineInfo(
-            capabilities=frozenset({Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP})
+            capabilities=frozenset(
+                {Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP, Capability.SCORES}
+            )
         )
 
     # ---------------------------------------------------------------- the decode task
@@ -219,6 +222,21 @@ class LocalEngine(RolloutEngine):
         """See `WeightLoader.checksum`."""
         self._ready()
         return self._loader.checksum()
+
+    # ---------------------------------------------------------------- scoring
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        self._ready()
+        if self._absent:
+            raise EngineError(f"{self._name}: score while asleep; call wake first.")
+        answers = []
+        for tokens, count in zip(sequences, num_tokens, strict=True):
+            answers.append(self._model.log_probs(tokens, count))
+            # Whoever else uses this loop gets a turn.
+            await asyncio.sleep(0)
+        return answers
 
     # ---------------------------------------------------------------- life
 

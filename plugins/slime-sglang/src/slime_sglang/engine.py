@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from slime_core.contracts.engine import EngineInfo, EngineSetup, Memory, RolloutEngine
@@ -25,6 +27,7 @@ from slime_sglang.generation import RequestIds, Running, version_of
 from slime_sglang.launching import start_server
 from slime_sglang.process import ServerProcess
 from slime_sglang.router import Router, start_router
+from slime_sglang.scoring import score_body, scored
 from slime_sglang.server.checksum import ACTION
 
 if TYPE_CHECKING:
@@ -319,6 +322,27 @@ class SglangEngine(RolloutEngine):
         finally:
             self._load[place] -= 1
         return run.take(reply, expected_version=expected, vocab_size=self._vocab_size, server=server.name)
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """A request each, all at once; over the servers in turn."""
+        self._ready()
+        if self._absent:
+            raise EngineRefused(f"{self._name}: score while asleep; call wake first.")
+        asked = [
+            self._score(place % len(self._servers), tokens, count)
+            for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
+        ]
+        return list(await asyncio.gather(*asked))
+
+    async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
+        if not count:
+            return np.empty(0, np.float32)
+        server = self._servers[place] if self._router is None else self._router.connection
+        rid = self._rids.next_for("score")
+        reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
+        return scored(reply, tokens, count, server.name)
 
     def _place(self, session: str | None) -> int:
         """The server with the least requests; a session stays where it was."""

@@ -102,7 +102,13 @@ class Sglang(EngineDriver):
     Config = make_config()
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     may_offer: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT, Capability.VERSION_SPANS, Capability.SLEEP}
+        {
+            Capability.DETERMINISTIC,
+            Capability.BATCH_INVARIANT,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+        }
     )
 
     @classmethod
