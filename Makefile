@@ -51,10 +51,10 @@ test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whol
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
-	$(SINGLE) $(BIN)/pytest --every-test-runs plugins/slime-sglang/tests -m sglang
+	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-megatron-test plugins/slime-megatron/tests -m megatron
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults

@@ -16,6 +16,7 @@ from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
+from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import Tracker
 from slime_core.contracts.transport import EngineLink, WeightTransport
 from slime_core.errors import EngineError, Interrupted
@@ -33,6 +34,7 @@ from slime_core.hookspecs import (
     Run,
     StepTrained,
 )
+from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
 from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
@@ -40,6 +42,7 @@ from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
+from slime_core.rollout.served import middleware_metrics
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
@@ -74,9 +77,12 @@ class Session:
     """None: the collector needs no engine, and none was started."""
     filters: Sequence[GroupFilter]
     client: EngineClient | None
+    middlewares: Mapping[str, RouterMiddleware]
+    """Of the client, by name; a second one of a name has its number behind it."""
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
     learner: Learner | RolloutOnly
+    residency: Residency
     transport: WeightTransport | None
     evaluator: Evaluator
     store: CheckpointStore
@@ -112,6 +118,7 @@ class Session:
 
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
+        await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
         self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
@@ -156,7 +163,8 @@ class Session:
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
         self.between_steps.clear()
-        report = await self.learner.train(step, groups, self.state.version)
+        async with self.residency.train():
+            report = await self.learner.train(step, groups, self.state.version)
         self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
         return report
 
@@ -178,6 +186,8 @@ class Session:
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
+        if self.client is not None:
+            perf |= {**self.client.served.take(), **middleware_metrics(self.middlewares)}
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
         self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
@@ -210,8 +220,9 @@ class Session:
                 PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
             )
             await self.client.each("pause")
-            async with self.policy.turn():
+            async with self.residency.sync(self.policy):
                 self.publish_report = await self._push(self.transport, self.client)
+            await self.residency.rollout()
             await self.client.each("resume")
         self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
 
@@ -244,14 +255,18 @@ class Session:
             async with self.bringing_weights:
                 if self.transport is None:
                     return await admit(None)
-                async with self.policy.turn():
+                if self.residency.offloads and self.client is not None:
+                    # The trainer needs room: the others' requests wait too.
+                    await self.client.each("pause")
+                async with self.residency.sync(self.policy, beside=engine):
                     version = self.state.version
                     # A step may have begun while others had the trainers: then what they hold is no version yet.
                     if not self.between_steps.is_set():
                         continue
                     await engine.each("pause")
                     await self.transport.push(self.policy, engine, version)
-                    await engine.each("resume")
+                await self.residency.rollout(beside=engine)
+                await engine.each("resume")
                 return await admit(version)
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
@@ -261,10 +276,11 @@ class Session:
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
-            for name, trainers in self.roles.items():
-                (folder / "trainer" / name).mkdir(parents=True)
-                async with trainers.turn():
-                    await trainers.save(folder / "trainer" / name)
+            async with self.residency.train():
+                for name, trainers in self.roles.items():
+                    (folder / "trainer" / name).mkdir(parents=True)
+                    async with trainers.turn():
+                        await trainers.save(folder / "trainer" / name)
             self.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
@@ -311,6 +327,7 @@ class Session:
             self.evaluation = None
 
     async def _evaluate(self, step: int) -> None:
+        await self.residency.rollout()
         version = self.state.version if self.publish_report is None else self.publish_report.version
         report, groups = await self.evaluator.evaluate(step, version)
         if step < 0:

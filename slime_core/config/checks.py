@@ -31,6 +31,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         corrections,
         sampling,
         transport,
+        colocation,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -228,11 +229,32 @@ def sampling(run: BoundRun) -> list[str]:
 
 def transport(run: BoundRun) -> list[str]:
     serves = run.engine.driver.transports
-    if run.transport is not None and run.transport.entry.name not in serves:
+    if run.transport is None:
+        return []
+    if run.transport.entry.name not in serves:
         return [
             f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
         ]
-    return []
+    return list(run.transport.driver.problems(run.transport.config, run.engine.config))
+
+
+def colocation(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    if launcher.colocate and run.config.rollout.ahead:
+        problems.append(
+            f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
+            f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+        )
+    if launcher.offload_rollout is not None and not launcher.colocate:
+        problems.append(
+            f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
+            "Say --colocate, or leave it out."
+        )
+    if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
+        problems.append(
+            f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
+        )
+    return problems
 
 
 def local_launcher(run: BoundRun) -> list[str]:

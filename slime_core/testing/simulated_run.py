@@ -23,6 +23,8 @@ from slime_core.contracts.source import DataSource
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import Run
+from slime_core.launch.devices import Devices
+from slime_core.launch.residency import Residency
 from slime_core.registry import Registry
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings
@@ -95,7 +97,9 @@ class Simulation:
             runner=self._runner(client, config, "train"),
             filters=self.filters,
             client=client,
+            middlewares={},
             roles=cast("Any", {"actor": IdleRanks()}),
+            residency=Residency(Devices(), client, shared=False, offload_rollout=False),
             learner=cast("Any", self),
             transport=cast("Any", self),
             evaluator=Evaluator(self._eval_tasks(client, config)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.sample import VersionSpan
 from slime_core.types.weights import Bucket
@@ -187,9 +187,9 @@ class TimedEngine(RolloutEngine):
     async def checksum(self) -> str:
         return str(self._version)
 
-    async def sleep(self) -> None: ...
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None: ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None: ...
 
     async def health(self) -> None: ...
 
