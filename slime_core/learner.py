@@ -21,6 +21,7 @@ from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
     column_metrics,
+    count_metrics,
     repetition_metrics,
     reward_part_metrics,
     rollout_metrics,
@@ -168,6 +169,7 @@ class Learner:
                 ),
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
+                **count_metrics(samples, "rollout/count"),
                 **credited.metrics,
                 **counts,
             },
