@@ -35,6 +35,10 @@ class Episode(Protocol):
     @property
     def evaluation(self) -> bool: ...
 
+    @property
+    def max_context_len(self) -> int | None:
+        """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
+
     def trajectory(self) -> Trajectory:
         """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it."""
 
