@@ -4,7 +4,7 @@ A small model with random weights and a tokenizer of its own learns from worked 
 learning, until it writes one exactly with a chance of `enough`. That teaches the form and a little of the substance;
 reinforcement learning, which sees only rewards, has to teach the rest. Written, by default into `generated` beside the
 task: random (the model before), base (after), train.jsonl, test.jsonl (held out), and worked.jsonl for runs of supervised
-fine-tuning, where worked examples are a prompt and one answer.
+fine-tuning, where worked examples are a prompt and one answer; and further files that the task has.
 
 Run by `slime run` when something is missing, or by hand: python warm_start.py TASK.py [--seed N] [--folder DIR]
 """
@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,14 @@ class Task(Protocol):
 
     def worked(self, rows: Sequence[Row], seed: int) -> list[Worked]:
         """Worked examples of training rows: one for each, or more."""
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """A task with more data than questions, such as a corpus."""
+
+    def files(self) -> Mapping[str, Iterable[Row]]:
+        """Rows by the names of their files."""
 
 
 def load_task(path: Path) -> Task:
@@ -187,6 +195,9 @@ def make(task: Task, folder: Path, *, seed: int) -> None:
         write_rows(
             folder / "worked.jsonl", ({"prompt": prompt, "label": answer} for (prompt, _), (answer, _) in worked)
         )
+    if isinstance(task, HasFiles):
+        for name, rows in task.files().items():
+            write_rows(folder / name, rows)
     start = folder / "random"
     shutil.rmtree(start, ignore_errors=True)
     new_model(

@@ -11,7 +11,6 @@ yet; reinforcement learning sees only whether the answer is right.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import string
 import sys
@@ -40,8 +39,9 @@ FIXED: Final = (
 NUM_PAIRS: Final = 200
 GUESSES: Final = 0.3
 """Share of worked examples that guess."""
-INFORMATION_TOKENS: Final = 28
-"""As in run.toml."""
+INFORMATION_CHARS: Final = 36
+"""About what run.toml lets through."""
+NUM_WORKED: Final = 20_000
 
 
 class Definition(NamedTuple):
@@ -59,7 +59,7 @@ class WhichModule:
     alphabet = string.ascii_letters + string.digits + string.punctuation + " \n"
     chat_template = None
     sizes = ModelSizes(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=256, max_length=160)
-    enough = 0.2
+    enough = 0.15
     lr = 6e-3
     max_steps = 1000
 
@@ -73,29 +73,39 @@ class WhichModule:
     def rows(self, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         known = list(questions())
         shuffled = [known[number] for number in np.random.default_rng(seed).permutation(len(known))]
-        rows = [{"prompt": f"{d.name}?", "label": d.module, "metadata": {"text": d.text}} for d in shuffled]
+        rows = [{"prompt": f"{d.name}?", "label": d.module, "metadata": {"summary": d.summary}} for d in shuffled]
         return rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]
 
+    def files(self) -> dict[str, list[dict[str, Any]]]:
+        return {"corpus.jsonl": [{"title": d.module, "text": d.text} for d in definitions()]}
+
     def worked(self, rows: Sequence[dict[str, Any]], seed: int) -> list[list[tuple[str, bool]]]:
-        modules = sorted({row["label"] for row in rows})
+        """Of made-up names and modules: what they teach is to copy, not what Python has."""
         draws = np.random.default_rng(seed)
-        worked = []
-        for row in rows:
-            name, module = row["prompt"].removesuffix("?"), row["label"]
-            if draws.random() < GUESSES:
-                guess = modules[draws.integers(len(modules))]
-                worked.append([(row["prompt"], False), (f"<answer>{guess}</answer>", True)])
-                continue
-            found = f"{module}) {row['metadata']['text']}"[: INFORMATION_TOKENS - 1]
-            worked.append(
-                [
-                    (row["prompt"], False),
-                    (f"<search>{name}</search>", True),
-                    (f"\n\n<information>Doc 1(Title: {found}</information>\n\n", False),
-                    (f"<answer>{module}</answer>", True),
-                ]
-            )
-        return worked
+        names, modules = [row["prompt"].removesuffix("?") for row in rows], [row["label"] for row in rows]
+        summaries = [row["metadata"]["summary"] for row in rows]
+        return [
+            worked(crossed(names, draws), crossed(modules, draws), summaries[draws.integers(len(rows))], draws)
+            for _ in range(NUM_WORKED)
+        ]
+
+
+def crossed(words: Sequence[str], draws: np.random.Generator) -> str:
+    """The beginning of one and the end of another."""
+    one, other = (words[number] for number in draws.integers(len(words), size=2))
+    return one[: draws.integers(1, len(one) + 1)] + other[draws.integers(len(other)) :]
+
+
+def worked(name: str, module: str, summary: str, draws: np.random.Generator) -> list[tuple[str, bool]]:
+    if draws.random() < GUESSES:
+        return [(f"{name}?", False), (f"<answer>{module}</answer>", True)]
+    found = f"{module}) {name}: {summary}"
+    return [
+        (f"{name}?", False),
+        (f"<search>{name}</search>", True),
+        (f"\n\n<information>Doc 1(Title: {found[:INFORMATION_CHARS]}</information>\n\n", False),
+        (f"<answer>{module}</answer>", True),
+    ]
 
 
 def definitions() -> Iterator[Definition]:
@@ -127,11 +137,6 @@ def questions() -> Iterator[Definition]:
         if len(modules[key]) == 1 and key not in asked:
             asked.add(key)
             yield definition
-
-
-def write_corpus(path: Path) -> None:
-    documents = [{"title": d.module, "text": d.text} for d in definitions()]
-    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
 
 
 TASK = WhichModule()
