@@ -10,6 +10,7 @@ back, and publishes pass it by. Whoever watches puts another engine in its place
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ class EngineClient:
         self._awake.set()
         self._waiting: deque[GenerateRequest] = deque()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
+        self._sent: dict[str, float] = {}
+        """When requests in flight got their place."""
         self._next_engine = 0
         # Middlewares are told which engines there are; a request that still carries this very tuple goes to any of them.
         self._every = tuple(range(len(self._seats))) if middlewares else ()
@@ -255,10 +258,14 @@ class EngineClient:
         self._answers[request.request_id] = answer
         self._waiting.append(request)
         self._plan_flush()
+        entered = time.perf_counter()
         try:
-            return await answer
+            completion = await answer
+            sent = self._sent.get(request.request_id, entered)
+            return replace(completion, queue_s=sent - entered)
         finally:
             self._answers.pop(request.request_id, None)
+            self._sent.pop(request.request_id, None)
             self._losses.pop(request.request_id, None)
             if answer.cancelled() and request in self._waiting:
                 self._waiting.remove(request)
@@ -270,6 +277,7 @@ class EngineClient:
 
     def _flush(self) -> None:
         self._flush_planned = False
+        now = time.perf_counter()
         chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
         held: list[GenerateRequest] = []
         while self._waiting and any(seat.has_room for seat in self._seats):
@@ -278,6 +286,7 @@ class EngineClient:
                 held.append(request)
                 continue
             chosen[seat.index].append(request)
+            self._sent[request.request_id] = now
             seat.running += 1
         self._waiting.extendleft(reversed(held))
         for seat, requests in zip(self._seats, chosen, strict=True):

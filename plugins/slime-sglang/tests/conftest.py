@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.contracts.engine import EngineSetup
 from slime_core.testing.tiny_model import make_tiny_model
 from slime_sglang.plugin import Sglang
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_setup import setup_for
 
 
 class Background:
@@ -65,11 +66,6 @@ class Served:
             "external_engine_token_file": str(path),
             "control_timeout": 60.0,
         }
-
-
-def setup_for(model, run_dir, **more):
-    settings = {"index": 0, "device": "cpu", "seed": 0, "max_context_len": 600, "max_batch": 32}
-    return EngineSetup(model_path=model, run_dir=run_dir, **(settings | more))
 
 
 class EveryTestRuns:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import setup_for
+from engine_setup import setup_for
 
 from slime_core.contracts.engine import Capability
 from slime_core.errors import EngineError
