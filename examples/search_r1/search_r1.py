@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -108,8 +108,13 @@ def worked(name: str, module: str, summary: str, draws: np.random.Generator) -> 
     ]
 
 
-def definitions() -> Iterator[Definition]:
+@cache
+def definitions() -> tuple[Definition, ...]:
     """Public functions and classes of the standard library's own source files, in order of their modules."""
+    return tuple(read_definitions())
+
+
+def read_definitions() -> Iterator[Definition]:
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
@@ -127,7 +132,7 @@ def definitions() -> Iterator[Definition]:
 
 def questions() -> Iterator[Definition]:
     """Names that one module alone defines."""
-    found = list(definitions())
+    found = definitions()
     modules: dict[str, set[str]] = {}
     for definition in found:
         modules.setdefault(definition.name.lower(), set()).add(definition.module)
