@@ -24,6 +24,7 @@ from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
     column_metrics,
+    count_metrics,
     group_metrics,
     logged_metrics,
     repetition_metrics,
@@ -33,6 +34,7 @@ from slime_core.metrics import (
 )
 from slime_core.objective.credit import CreditedBatch, CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
+from slime_core.rollout.scorer import EngineScorer
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
@@ -129,8 +131,10 @@ class Learner:
         plan: LearnerPlan,
         *,
         on_batch: Callable[[int, int, Batch, TokenColumns], None],
+        teacher: EngineScorer | None = None,
     ) -> None:
-        """`trainers`: by the name of the role."""
+        """`trainers`: by the name of the role. `teacher`: where it stands behind engines."""
+        self._teacher = teacher
         self._trainers = trainers
         self._plan = plan
         self._on_batch = on_batch
@@ -151,7 +155,7 @@ class Learner:
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
-        scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches)
+        scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
@@ -187,6 +191,7 @@ class Learner:
                 ),
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
+                **count_metrics(samples, "rollout/count"),
                 **logged_metrics(self._plan.logged, batch, samples, columns.get(Need.ENTROPY)),
                 **credited.metrics,
                 **counts,
@@ -204,13 +209,15 @@ class Learner:
         )
 
     async def _score(
-        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]
+        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
     ) -> tuple[dict[str, Float32], dict[str, float]]:
-        """The columns that the roles fill, and the seconds that each took."""
+        """The columns that the roles fill, and the teacher's engines at the same time; and the seconds that each took."""
         columns: dict[str, Float32] = {}
         seconds: dict[str, float] = {}
-        wanted = [task for task in tasks if task.scoring]
-        for of_role, took in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
+        work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
+        if self._teacher is not None:
+            work.append(score_teacher(self._teacher, batch))
+        for of_role, took in await asyncio.gather(*work):
             columns |= of_role
             seconds |= took
         return columns, seconds
@@ -311,6 +318,12 @@ async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Floa
             columns[scoring.column.value] = scores[scoring.output]
             seconds[scoring.column.value] = time.perf_counter() - began
     return columns, seconds
+
+
+async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
+    began = time.perf_counter()
+    column = {Need.TEACHER_LOGPROBS.value: await teacher.log_probs(batch)}
+    return column, {Need.TEACHER_LOGPROBS.value: time.perf_counter() - began}
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

@@ -52,6 +52,11 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     staleness = sample_staleness(batch, version)
     if len(staleness):
         metrics |= {"rollout/staleness/mean": float(staleness.mean()), "rollout/staleness/max": float(staleness.max())}
+        behind, counts = np.unique(staleness, return_counts=True)
+        metrics |= {
+            f"rollout/staleness/count_{versions}": float(count)
+            for versions, count in zip(behind.tolist(), counts.tolist(), strict=True)
+        }
     return metrics
 
 
@@ -217,6 +222,12 @@ def reward_part_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, flo
         f"{prefix}/{name}": float(np.mean([s.reward_parts[name] for s in samples if name in s.reward_parts]))
         for name in names
     }
+
+
+def count_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Means of what generators counted; a sample that lacks a count has none of it."""
+    names = sorted({name for sample in samples for name in sample.counts})
+    return {f"{prefix}/{name}": float(np.mean([s.counts.get(name, 0.0) for s in samples])) for name in names}
 
 
 def pass_at_k(num_samples: npt.NDArray[np.integer], num_correct: npt.NDArray[np.integer]) -> dict[int, float]:

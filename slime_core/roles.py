@@ -31,8 +31,11 @@ async def start_roles(
     """The ranks of every trained role, set up, by the role's name. `run_dir`: for what a weight transport writes."""
     started = {}
     for sharing in sharing_devices(run.roles):
+        with_engines = run.config.launcher.colocate and not sharing[0].own_devices
         offload = run.config.launcher.offload_train
-        devices = Devices(offload=(len(sharing) > 1 and device == "cuda") if offload is None else offload)
+        if offload is None:
+            offload = device == "cuda" and (len(sharing) > 1 or with_engines)
+        devices = Devices(offload=offload)
         specs = [worker_specs(run, role, materials, agreement, device, run_dir) for role in sharing]
         handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
         for role in sharing:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from slime_core import groups
 from slime_core.config.algo import AlgoConfig
-from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundReward, BoundRun, Part
+from slime_core.config.bound import BoundAlgo, BoundEngines, BoundEvalSet, BoundReward, BoundRun, Part
 from slime_core.config.checks import cross_checks
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.roles import LOSS_KEYS
@@ -71,6 +71,17 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         if part is not None:
             role_backends[role] = part
     engine = binder.part(groups.ENGINES, config.engine, "engine")
+    teacher = None
+    if (row := config.engines.teacher) is not None:
+        of_row = engine if row.engine is None else binder.part(groups.ENGINES, row.engine, "engines.teacher.engine")
+        if of_row is not None:
+            teacher = BoundEngines(
+                name="teacher",
+                engine=of_row,
+                model_path=Path(row.load),
+                num_engines=row.num_engines,
+                num_devices=row.num_gpus_per_engine,
+            )
     transport_name = config.sync.transport or (
         engine.driver.transports[0] if engine and engine.driver.transports else None
     )
@@ -82,7 +93,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     source = binder.part(groups.SOURCES, source_table, "data")
     rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
-    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or "accepted")
+    own_collector = "pool" if config.rollout.in_flight or config.rollout.partial_rollout else "accepted"
+    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or own_collector)
     if config.rollout.load_debug_rollout_data is not None:
         dump = {"name": "replay", "folder": config.rollout.load_debug_rollout_data}
         collector_table = PluginTable.model_validate(dump)
@@ -125,6 +137,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         trackers=trackers,
         middlewares=middlewares,
         evals=evals,
+        teacher=teacher,
         role_backends=role_backends,
     )
     if contradictions := cross_checks(run):

@@ -187,6 +187,19 @@ class BoundEvalSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundEngines:
+    """Engines of a model that is not trained."""
+
+    name: str
+    """Of the row in the engines table."""
+    engine: Part
+    model_path: Path
+    num_engines: int
+    num_devices: int
+    """Of one engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRun:
     """The whole run, ready to start."""
 
@@ -208,6 +221,7 @@ class BoundRun:
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
     evals: tuple[BoundEvalSet, ...] = field(default=())
+    teacher: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
 
@@ -220,10 +234,11 @@ class BoundRun:
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
         evals = [p for e in self.evals for p in (*(r.part for r in e.rewards), e.generate) if p is not None]
-        transport = () if self.transport is None else (self.transport,)
-        rewards = tuple(reward.part for reward in self.rewards)
+        of_teacher = None if self.teacher is None else self.teacher.engine
+        optional = [p for p in (self.transport, of_teacher) if p is not None]
+        rewards = [reward.part for reward in self.rewards]
         return (
-            self.backend, *self.role_backends.values(), self.engine, *transport, *rewards, self.source, self.generate,
+            self.backend, *self.role_backends.values(), self.engine, *optional, *rewards, self.source, self.generate,
             self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
         )  # fmt: skip
 
@@ -242,6 +257,17 @@ class BoundRun:
     @property
     def rollout_seed(self) -> int:
         return self.config.rollout_seed
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a token may be behind when it is trained."""
+        asked = self.config.rollout.max_staleness
+        return self.least_staleness if asked is None else asked
+
+    @property
+    def least_staleness(self) -> int:
+        """What rollouts that are never late are behind at most."""
+        return self.config.rollout.ahead + self.config.sync.update_weights_interval - 1
 
     @property
     def num_ranks(self) -> int:

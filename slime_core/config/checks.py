@@ -31,6 +31,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         corrections,
         sampling,
         transport,
+        colocation,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -81,14 +82,39 @@ def run_length(run: BoundRun) -> list[str]:
 
 def asynchrony(run: BoundRun) -> list[str]:
     rollout, interval = run.config.rollout, run.config.sync.update_weights_interval
-    worst = rollout.ahead + interval - 1
-    allowed = rollout.max_staleness
-    if allowed is not None and allowed < worst:
-        return [
+    worst, allowed = run.least_staleness, run.max_staleness
+    problems = []
+    if allowed < worst:
+        problems.append(
             f"rollout.max_staleness = {allowed}, but rollouts {rollout.ahead} step(s) ahead with update_weights_interval "
             f"{interval} are up to {worst} version(s) behind: say --max-staleness {worst} or more."
-        ]
-    return []
+        )
+    if rollout.partial_rollout and allowed == 0:
+        problems.append(
+            "rollout.partial_rollout = true: an answer that goes on in a later step has tokens of an older policy, and "
+            "max_staleness is 0. Say --max-staleness with the number of steps that an answer may take beyond its first."
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
+        problems.append(
+            "rollout.mask_offpolicy_in_partial_rollout = true: nothing is broken off without --partial-rollout. For "
+            "rollouts that run ahead there is --on-stale mask_old_spans."
+        )
+    if rollout.in_flight and rollout.ahead == 0:
+        problems.append(
+            "rollout.update_weights_in_flight = true: with ahead = 0 nothing runs while weights are published. Say "
+            "--ahead 1 or more."
+        )
+    if rollout.in_flight and Capability.VERSION_SPANS not in run.engine.driver.may_offer:
+        problems.append(
+            f'rollout.update_weights_in_flight = true: engine "{run.engine.name}" does not say which policy wrote which '
+            "tokens of an answer. Say --no-update-weights-in-flight."
+        )
+    if rollout.partial_rollout and not run.collector.driver.across_steps:
+        problems.append(
+            f'rollout.partial_rollout = true: collector "{run.collector.name}" begins every step anew. Leave '
+            "--rollout.collector out."
+        )
+    return problems
 
 
 def group_baseline(run: BoundRun) -> list[str]:
@@ -203,11 +229,32 @@ def sampling(run: BoundRun) -> list[str]:
 
 def transport(run: BoundRun) -> list[str]:
     serves = run.engine.driver.transports
-    if run.transport is not None and run.transport.entry.name not in serves:
+    if run.transport is None:
+        return []
+    if run.transport.entry.name not in serves:
         return [
             f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
         ]
-    return []
+    return list(run.transport.driver.problems(run.transport.config, run.engine.config))
+
+
+def colocation(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    if launcher.colocate and run.config.rollout.ahead:
+        problems.append(
+            f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
+            f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+        )
+    if launcher.offload_rollout is not None and not launcher.colocate:
+        problems.append(
+            f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
+            "Say --colocate, or leave it out."
+        )
+    if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
+        problems.append(
+            f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
+        )
+    return problems
 
 
 def local_launcher(run: BoundRun) -> list[str]:

@@ -75,10 +75,22 @@ class RolloutConfig(Table):
     refill: Literal["drained", "eager"] = "drained"
     """When slots of rejected groups are filled again: once everything in flight has ended, which keeps batch composition,
     and so every bit, reproducible; or at once, which is faster with long tails."""
-    ahead: int = Field(0, ge=0, le=1)
-    """Steps that rollouts run ahead of training."""
+    ahead: int = Field(0, ge=0)
+    """Steps that rollouts run ahead of training. 0: in turn with it; 1: the next step is generated meanwhile; more: fully
+    asynchronous, at most (ahead + version + 1) x rollout_batch_size groups accepted or running since the start."""
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""
+    on_stale: Literal["requeue", "drop", "mask_old_spans"] = "requeue"
+    """What becomes of a finished group with older tokens: it is generated again from its prompt, dropped, or trained
+    without those tokens; counted."""
+    update_weights_in_flight: bool | None = None
+    """Publish while rollouts are under way: engines are paused for it, and what they write then goes on under the new
+    weights. Off: a publish waits for the step that is being collected. By default on with `ahead` above 1."""
+    partial_rollout: bool = False
+    """When a step has its groups, break off what still runs and go on with its tokens in a later step (with
+    over_sampling_batch_size there is something to break off). Needs max_staleness of 1 or more."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train the tokens that an answer had when it was broken off, if a newer policy went on with it."""
     concurrency: int = Field(512, gt=0)
     """Samples in flight per engine."""
     reward_key: str | None = None
@@ -108,6 +120,11 @@ class RolloutConfig(Table):
     """Folder of such a dump: steps come from there, as with the collector replay."""
     debug_rollout_only: bool = False
     """Generate and score, and train nothing: no trainer is started, and the engines keep the weights that they loaded."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Rollouts go on while weights are published."""
+        return self.ahead > 1 if self.update_weights_in_flight is None else self.update_weights_in_flight
 
     @property
     def wave(self) -> int:

@@ -78,6 +78,31 @@ class RewardTable(PluginTable):
     """Which of its named numbers counts; by default the reward's own choice."""
 
 
+class EngineRow(Table):
+    """Engines with a model of their own, which is not trained."""
+
+    load: RunPath
+    """Hugging Face folder of its weights, with the trained model's tokenizer."""
+    engine: PluginTable | None = None
+    """Engine; by default the run's, with its options."""
+    num_gpus: int | None = Field(None, gt=0)
+    """Devices, on CPU processes; by default one engine's."""
+    num_gpus_per_engine: int = Field(1, gt=0)
+    """Devices of one engine."""
+
+    @property
+    def num_engines(self) -> int:
+        return max(1, (self.num_gpus or self.num_gpus_per_engine) // self.num_gpus_per_engine)
+
+
+class EnginesConfig(Table):
+    """Engines beside the policy's, a row for each model that they serve."""
+
+    teacher: EngineRow | None = None
+    """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
+    (model.opd_teacher_load), and on devices of its own."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -94,8 +119,10 @@ class LauncherConfig(Table):
     critic_num_gpus_per_node: int | None = Field(None, gt=0)
     """Ranks per machine of a critic with devices of its own; by default it shares the actor's."""
     offload_train: bool | None = None
-    """Trained roles that share devices sleep, with their memory on the host, while another one works. By default on for
-    roles that share GPUs."""
+    """Trained roles that share devices sleep, with their memory on the host, while another one works, or the engines. By
+    default on for roles that share GPUs, with one another or with engines."""
+    offload_rollout: bool | None = None
+    """Engines on the trainer's devices give their memory back while it trains. By default on with colocate on GPUs."""
     rollout_num_gpus: int | None = Field(None, gt=0)
     """Devices for engines, on CPU processes; by default one engine's."""
     rollout_num_gpus_per_engine: int = Field(1, gt=0)
@@ -103,11 +130,15 @@ class LauncherConfig(Table):
     num_gpus_per_node: int = Field(8, gt=0)
     """Devices of a machine."""
     colocate: bool = False
-    """Trainer and engines share the devices."""
+    """Trainer and engines share the devices, and take turns on them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     num_cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
+
+    def offloads_rollout(self, device: str) -> bool:
+        """Whether engines give memory back between rollouts."""
+        return self.colocate and (device == "cuda" if self.offload_rollout is None else self.offload_rollout)
 
     @property
     def num_engines(self) -> int:
@@ -181,6 +212,8 @@ class PrepareConfig(Table):
 
     script: RunPath
     """Python file, run once with this interpreter in the run file's folder."""
+    script_arguments: tuple[str, ...] = ()
+    """Words for its command line."""
     creates: tuple[RunPath, ...]
     """It runs when one of these is missing, and must leave all of them."""
 
@@ -213,6 +246,7 @@ class RunConfig(Table):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     roles: RolesConfig = RolesConfig()
+    engines: EnginesConfig = EnginesConfig()
     launcher: LauncherConfig = LauncherConfig()
     sync: SyncConfig = SyncConfig()
     router: RouterConfig = RouterConfig()

@@ -35,6 +35,10 @@ class Episode(Protocol):
     @property
     def evaluation(self) -> bool: ...
 
+    @property
+    def max_context_len(self) -> int | None:
+        """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
+
     def trajectory(self) -> Trajectory:
         """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it."""
 
@@ -43,11 +47,15 @@ class Episode(Protocol):
 
 
 class Generator(ABC):
-    """Stateless between episodes; many episodes run at once in one event loop, so nothing may block."""
+    """Stateless between episodes; many episodes run at once in one event loop, so nothing may block. A run builds one for
+    each set of options; training and evaluation sets with equal ones share it."""
 
     @abstractmethod
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         """At least one sample. Samples of one episode share its rollout id unless the generator says otherwise."""
+
+    async def close(self) -> None:
+        """At the end of the run: what it has opened by then (connections, processes) is let go."""
 
 
 class GeneratorDriver(Driver[Generator]):

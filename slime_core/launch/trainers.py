@@ -72,6 +72,10 @@ class Trainers:
         self._dp_size = layouts[0].dp_size
         self._devices = devices or Devices()
 
+    @property
+    def devices(self) -> Devices:
+        return self._devices
+
     def turn(self) -> AbstractAsyncContextManager[None]:
         """The devices are this role's inside."""
         return self._devices.turn(self)

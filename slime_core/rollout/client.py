@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
+from slime_core.contracts.engine import Memory
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
+from slime_core.rollout.served import Served
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
@@ -44,6 +46,7 @@ class EngineClient:
     ) -> None:
         """While engines are watched: `max_losses` is how often a request may be lost with its engine before it fails,
         `call_limit_s` what an engine gets for a call of `each` before it counts as hung."""
+        self.served = Served()
         self._seats = tuple(Seat(index, engine, concurrency) for index, engine in enumerate(engines))
         self._concurrency = concurrency
         self._max_losses = max_losses
@@ -120,7 +123,7 @@ class EngineClient:
             answers = [(answer,) for answer in await together([seat.engine.call(method, *args) for seat in serving])]
         else:
             answers = await together([self._call(seat, method, args) for seat in serving])
-        if (freed := FREES.get(method)) is not None:
+        if (freed := FREES.get(method)) is not None and (freed != ASLEEP or wakes_whole(*args)):
             self._note(self._held - {freed})
         return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
 
@@ -350,6 +353,11 @@ class EngineClient:
                 answer.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
         if self._waiting:
             self._plan_flush()
+
+
+def wakes_whole(tags: Sequence[Memory] | None = None) -> bool:
+    """With its weights alone an engine can be loaded, but does not generate."""
+    return tags is None or Memory.KV_CACHE in tags
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -58,7 +58,7 @@ class EngineEpisode:
         self._id = f"{scope}/{index}" if attempt == 0 else f"{scope}.{attempt}/{index}"
         self._seed = seed
         self._stop = stop
-        self._max_context_len = max_context_len
+        self.max_context_len = max_context_len
         self._client = client
         self._kept = kept
 
@@ -70,8 +70,8 @@ class EngineEpisode:
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
         sampling = sampling or self.sampling
-        if self._max_context_len is not None:
-            room = max(0, self._max_context_len - len(token_ids))
+        if self.max_context_len is not None:
+            room = max(0, self.max_context_len - len(token_ids))
             if room < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=room)
         turn = len(self.request_ids)
@@ -102,6 +102,8 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
+        if not self.evaluation:
+            self._client.served.add(request, completion)
         return completion
 
     def trace(self, seconds: float) -> AnswerTrace:

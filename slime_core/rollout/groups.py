@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from slime_core.errors import EngineError, EngineUnavailable, PluginError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
+from slime_core.rollout.staleness import mask_kept
 from slime_core.rollout.trace import AnswerTrace, GroupTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
@@ -38,6 +39,8 @@ class GroupSettings:
     """None: no reward."""
     evaluation: bool
     max_retries: int
+    mask_offpolicy: bool = False
+    """Kept tokens are not trained if a newer policy went on with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,9 @@ class RunningGroup:
     task: asyncio.Task[SampleGroup]
     episodes: list[EngineEpisode]
     stop: asyncio.Event
-    """Set by an abort: what the group would ask the engines next is answered with nothing."""
+    """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
+    generated: list[Sample] = field(default_factory=list)
+    """All its samples as soon as there are all; their rewards may not be there yet."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -94,6 +99,7 @@ class GroupRunner:
         they are, unfinished ones continued."""
         episodes: list[EngineEpisode] = []
         stop = asyncio.Event()
+        generated: list[Sample] = []
         by_index: dict[int, list[Sample]] = {}
         for sample in kept:
             by_index.setdefault(sample.index, []).append(sample)
@@ -101,7 +107,8 @@ class GroupRunner:
             prompt=prompt,
             episodes=episodes,
             stop=stop,
-            task=asyncio.create_task(self._run(prompt, episodes, stop, by_index)),
+            generated=generated,
+            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, by_index)),
         )
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
@@ -112,7 +119,12 @@ class GroupRunner:
         await self._client.abort([request_id for group in groups for request_id in group.request_ids])
 
     async def _run(
-        self, prompt: Prompt, episodes: list[EngineEpisode], stop: asyncio.Event, kept: Mapping[int, list[Sample]]
+        self,
+        prompt: Prompt,
+        episodes: list[EngineEpisode],
+        stop: asyncio.Event,
+        generated: list[Sample],
+        kept: Mapping[int, list[Sample]],
     ) -> SampleGroup:
         answers = []
         traces: list[AnswerTrace] = []
@@ -126,8 +138,13 @@ class GroupRunner:
             for answer in answers:
                 answer.cancel()
             raise
+        generated += samples
+        group = SampleGroup(prompt=prompt, samples=tuple(samples))
+        if stop.is_set():
+            # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
+            return group
         began = time.perf_counter()
-        group = await self._score(SampleGroup(prompt=prompt, samples=tuple(samples)))
+        group = await self._score(group)
         self._on_trace(
             GroupTrace(
                 scope=self.settings.scope,
@@ -170,7 +187,10 @@ class GroupRunner:
             episodes.append(episode)
             began = time.perf_counter()
             try:
-                return check_samples(await self._generator.generate(episode), self._generator)
+                samples = check_samples(await self._generator.generate(episode), self._generator)
+                if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
+                    samples = [mask_kept(samples[0], kept[0].response_length)]
+                return samples
             except EngineUnavailable as error:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))

@@ -107,11 +107,11 @@ class TrainWorker:
     def refresh_copy(self, name: str) -> None:
         self._backend.refresh_copy(name)
 
-    def sleep(self) -> None:
-        self._backend.sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._backend.sleep(keep_weights)
 
-    def wake(self) -> None:
-        self._backend.wake()
+    def wake(self, weights_only: bool = False) -> None:
+        self._backend.wake(weights_only)
 
     def close(self) -> None:
         if self._sender is not None:

@@ -269,6 +269,18 @@ def test_other_combinations(complaints):
     only(complaints("--transport", "direct"), r'sync\.transport = "direct": engine "fake" understands carrier')
 
 
+def test_asynchrony(bound, complaints):
+    only(complaints("--ahead", "2"), r'engine "fake" does not say which policy wrote .*--no-update-weights-in-flight')
+    only(complaints("--partial-rollout"), r"max_staleness is 0\. Say --max-staleness with")
+    only(complaints("--mask-offpolicy-in-partial-rollout"), r"--on-stale mask_old_spans")
+    partial = ("--partial-rollout", "--max-staleness", "2")
+    only(complaints(*partial, "--rollout.collector", "accepted"), r'collector "accepted" begins every step anew')
+    assert any("with ahead = 0 nothing runs" in text for text in complaints("--update-weights-in-flight"))
+    assert bound(*partial).collector.name == "pool"
+    run = bound("--ahead", "3", "--no-update-weights-in-flight", "--update-weights-interval", "2")
+    assert (run.collector.name, run.max_staleness) == ("accepted", 4)
+
+
 def test_a_run_without_a_reward(complaints):
     told = complaints(text=dotted().replace('reward = "one"\n', ""))
     only(told, r'^reward: algorithm "grpo" needs one')
