@@ -32,6 +32,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.CORRECTIONS: {"slime-estimators": ("tis", "icepop", "mis", "opsm")},
     groups.REWARDS: {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
+        "slime-agents": ("retool",),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "random"),
     },
     groups.COLLECTORS: {"slime-distill": ("sft",)},

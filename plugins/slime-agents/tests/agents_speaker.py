@@ -1,0 +1,59 @@
+"""An engine that speaks: its answers are texts, made by the test from the text so far."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from slime_core.new_model import character_tokenizer
+from slime_core.rollout.episode import EngineEpisode
+from slime_core.testing.scripted_engine import ScriptedEngine
+from slime_core.testing.scripted_rollout import client_of
+from slime_core.types.completion import FinishReason, SamplingParams
+from slime_core.types.prompt import Prompt
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+END = TOKENIZER.eos_token
+
+
+def decode(tokens):
+    return TOKENIZER.decode(tokens)
+
+
+def encode(text):
+    return np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
+
+
+def episode_with(engine, *, text="6*7=", budget=400, stop=None, kept=None, messages=None, evaluation=False, **more):
+    """The kernel's own, of one character a token."""
+    prompt = Prompt(
+        group_index=3, text=text, token_ids=encode(text), label="42", messages=messages, metadata={"from": "a test"}
+    )
+    settings = {
+        "index": 12, "position": 0, "scope": "train", "attempt": 0, "seed": 5, "stop": stop or asyncio.Event(),
+        "sampling": SamplingParams(max_new_tokens=budget), "max_context_len": None, "tokenizer": TOKENIZER, "kept": kept,
+    }  # fmt: skip
+    return EngineEpisode(prompt=prompt, client=client_of(engine), evaluation=evaluation, **{**settings, **more})
+
+
+class Speaker(ScriptedEngine):
+    """Every answer ends at a stop string, with the budget, or with the end token."""
+
+    def __init__(self, reply: Callable[[str], str], **options):
+        super().__init__(vocab_size=len(TOKENIZER), **options)
+        self.heard: list[str] = []
+        self.requests = []
+        self._reply = reply
+
+    def script(self, request):
+        text = TOKENIZER.decode(request.token_ids)
+        self.heard.append(text)
+        self.requests.append(request)
+        said = self._reply(text)
+        ends = [said.index(stop) + len(stop) for stop in request.sampling.stop if stop in said]
+        tokens = TOKENIZER.encode(said[: min(ends)] if ends else said, add_special_tokens=False)
+        if not ends:
+            tokens.append(TOKENIZER.eos_token_id)
+        budget = request.sampling.max_new_tokens
+        reason = FinishReason.LENGTH if len(tokens) > budget else FinishReason.STOP
+        return np.array(tokens[:budget], np.int32), reason
