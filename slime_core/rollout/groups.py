@@ -154,6 +154,7 @@ class GroupRunner:
                 evaluation=self.settings.evaluation,
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
+                scorer=None if self._rewards is None else self._score,
             )
             episodes.append(episode)
             try:
@@ -162,7 +163,7 @@ class GroupRunner:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 break
-            except (EngineError, PluginError):
+            except (EngineError, PluginError, RewardError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries

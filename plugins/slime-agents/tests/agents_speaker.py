@@ -15,6 +15,10 @@ from slime_core.types.prompt import Prompt
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 END = TOKENIZER.eos_token
 
+TOKENIZER.chat_template = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+)
+
 
 def decode(tokens):
     return TOKENIZER.decode(tokens)

@@ -1,6 +1,7 @@
 """The reward of retool; its numbers stand in the examples of its driver."""
 
 import pytest
+
 from slime_agents.boxed_reward import last_box
 
 

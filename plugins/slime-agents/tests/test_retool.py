@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from agents_speaker import TOKENIZER, decode
+
 from slime_agents.plugin import RetoolConfig
 from slime_agents.retool import Retool, ToolFailed
 from slime_agents.sandbox import Execution, Outcome, SandboxConfig
-
 from slime_core.types.sample import Status, VersionSpan
 
 OPEN, CLOSE = "\n<interpreter>\n", "\n</interpreter>\n"

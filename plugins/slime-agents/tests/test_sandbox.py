@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from slime_agents.sandbox import Execution, Interpreter, Outcome, SandboxConfig
 
+from slime_agents.sandbox import Execution, Interpreter, Outcome, SandboxConfig
 from slime_core.errors import PluginError
 
 

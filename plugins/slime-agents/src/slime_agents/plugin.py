@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_agents.sandbox.terms import SandboxConfig
 from slime_core.contracts.driver import DriverConfig
@@ -45,6 +46,65 @@ class Retool(GeneratorDriver):
         from slime_agents.retool import Retool as Built
 
         return Built(config)
+
+
+class AgentRole(DriverConfig):
+    """One of several agents."""
+
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """How templates, metadata and metrics call it."""
+    prompt: str | None = None
+    """What it reads: a Jinja template of `prompt` (the task), `metadata`, `round` (from 0), and `answers`, which has a list of
+    texts for each agent's name. None: the task as it is."""
+    count: int = Field(1, gt=0)
+    """Answers to the same text."""
+    max_new_tokens: int | None = Field(None, gt=0)
+    """Tokens that an answer may have, besides the run's own limit."""
+    outcome_share: float = Field(0.0, ge=0, le=1)
+    """Its reward is this much of the outcome's (the mean of the agent that speaks last), and the rest its own answer's."""
+
+
+SOLVER: Final = AgentRole(name="solver")
+CRITIC: Final = AgentRole(
+    name="critic",
+    prompt="{{ prompt }}\n{{ answers.solver[-1] }}\nWhat is wrong with this answer?\n",
+    outcome_share=1.0,
+)
+EDITOR: Final = AgentRole(
+    name="editor",
+    prompt="{{ prompt }}\n{{ answers.solver[-1] }}\n{{ answers.critic[-1] }}\nThe right answer:\n",
+)
+
+
+class MultiAgentConfig(DriverConfig):
+    agents: tuple[AgentRole, ...] = Field((SOLVER, CRITIC, EDITOR), min_length=1)
+    """In the order in which they speak."""
+    rounds: int = Field(1, gt=0)
+    """How often all of them speak."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> MultiAgentConfig:
+        names = [agent.name for agent in self.agents]
+        if len(set(names)) < len(names):
+            raise ValueError(f"agents: {', '.join(names)}: each needs a name of its own")
+        return self
+
+
+class MultiAgent(GeneratorDriver):
+    """Several agents, one model: each reads what the earlier ones wrote and is trained on its own answers."""
+
+    Config = MultiAgentConfig
+
+    @classmethod
+    def build(cls, config: MultiAgentConfig) -> Generator:
+        from slime_agents.multi_agent import MultiAgent as Built
+
+        return Built(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        debaters = [{"name": "one", "count": 2}, {"name": "other", "prompt": "{{ answers.one | join(' or ') }}?"}]
+        return [Example(options={"agents": debaters, "rounds": 2}), Example(options={"agents": [{"name": "alone"}]})]
 
 
 class RetoolRewardConfig(DriverConfig):
