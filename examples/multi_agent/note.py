@@ -1,8 +1,8 @@
-"""The task of the multi_agent example: a reader sees a table and which entry is asked for, an adder sees what is to be added to
-it. Neither can answer alone; the reader leaves a note, and both are rewarded for the adder's box.
+"""The task of the multi_agent example: a reader sees some digits and which of them is asked for, an adder sees what is to be
+added to it. Neither can answer alone; the reader leaves a note, and both are rewarded for the adder's box.
 
-`b7f3k1?f` with 4 to be added: the reader notes `3`, the adder reads `3+4=` and boxes 7. The warm start (`../warm_start.py`)
-teaches the adder to add and the reader to note some entry of the table, mostly a wrong one.
+`7394?2` with 4 to be added: the reader notes `3`, the adder reads `3+4=` and boxes 7. The warm start (`../warm_start.py`)
+teaches the adder to add and the reader to note one of the digits, mostly another one than was asked for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from slime_core.new_model import ModelSizes
 
 NUM_TRAIN: Final = 4000
 NUM_HELD_OUT: Final = 200
-LETTERS: Final = "bfkmtz"
-NUM_ENTRIES: Final = 3
-KNOWING: Final = 0.25
+NUM_DIGITS: Final = 4
+KNOWING: Final = 0.35
 """Chance of a note in the warm start that is right on purpose."""
 
 
 class Note:
-    alphabet = f"0123456789{LETTERS}?+=}}"
+    alphabet = "0123456789?+=}"
     tokens = ("\\boxed{",)
     chat_template = None
     sizes = ModelSizes(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=192, max_length=64)
@@ -44,8 +43,8 @@ class Note:
         rng = np.random.default_rng(seed)
         examples = []
         for row in rows:
-            entries, asked = row["prompt"].split("?")
-            noted = entries[entries.index(asked) + 1] if rng.random() < KNOWING else rng.choice(list(entries[1::2]))
+            digits, place = row["prompt"].split("?")
+            noted = digits[int(place) - 1] if rng.random() < KNOWING else rng.choice(list(digits))
             addend = row["metadata"]["addend"]
             digit = int(rng.integers(10))
             examples += [
@@ -56,13 +55,11 @@ class Note:
 
 
 def row(rng: np.random.Generator) -> dict[str, Any]:
-    letters = rng.choice(list(LETTERS), NUM_ENTRIES, replace=False)
-    digits = rng.integers(10, size=NUM_ENTRIES)
-    asked, addend = int(rng.integers(NUM_ENTRIES)), int(rng.integers(10))
-    entries = "".join(f"{letter}{digit}" for letter, digit in zip(letters, digits, strict=True))
+    digits = rng.choice(10, NUM_DIGITS, replace=False)
+    place, addend = int(rng.integers(NUM_DIGITS)), int(rng.integers(10))
     return {
-        "prompt": f"{entries}?{letters[asked]}",
-        "label": str(digits[asked] + addend),
+        "prompt": f"{''.join(map(str, digits))}?{place + 1}",
+        "label": str(digits[place] + addend),
         "metadata": {"addend": addend},
     }
 

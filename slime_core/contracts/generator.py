@@ -43,6 +43,9 @@ class Episode(Protocol):
         """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it. With a
         prompt of its own (an agent that sees something else) it is always empty."""
 
+    async def stopped(self) -> None:
+        """Returns once the answer is to end as it is. From then on every completion is an empty one that says aborted."""
+
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """With rewards, by the run's reward, for a generator whose samples are to share one, or that goes on by it. A
         reward that a sample has is kept as it is later on. What compares the answers of a group sees these alone.

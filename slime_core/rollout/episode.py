@@ -69,6 +69,9 @@ class EngineEpisode:
             started.restart_from(self.kept)
         return started
 
+    async def stopped(self) -> None:
+        await self._stop.wait()
+
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         if self._scorer is None:
             raise RewardError("the generator asks for rewards, and the run has none: name one with --reward.")

@@ -28,11 +28,12 @@ def encode(text):
     return np.array(TOKENIZER.encode(text, add_special_tokens=False), np.int32)
 
 
-def episode_with(engine, *, text="6*7=", budget=400, stop=None, kept=None, messages=None, evaluation=False, **more):
+def episode_with(
+    engine, *, text="6*7=", budget=400, stop=None, kept=None, messages=None, evaluation=False, metadata=None, **more
+):
     """The kernel's own, of one character a token."""
-    prompt = Prompt(
-        group_index=3, text=text, token_ids=encode(text), label="42", messages=messages, metadata={"from": "a test"}
-    )
+    told = {"label": "42", "messages": messages, "metadata": metadata or {"from": "a test"}}
+    prompt = Prompt(group_index=3, text=text, token_ids=encode(text), **told)
     settings = {
         "index": 12, "position": 0, "scope": "train", "attempt": 0, "seed": 5, "stop": stop or asyncio.Event(),
         "sampling": SamplingParams(max_new_tokens=budget), "max_context_len": None, "tokenizer": TOKENIZER, "kept": kept,
@@ -43,21 +44,22 @@ def episode_with(engine, *, text="6*7=", budget=400, stop=None, kept=None, messa
 class Speaker(ScriptedEngine):
     """Every answer ends at a stop string, with the budget, or with the end token."""
 
-    def __init__(self, reply: Callable[[str], str], **options):
-        super().__init__(vocab_size=len(TOKENIZER), **options)
+    def __init__(self, reply: Callable[[str], str], *, tokenizer=TOKENIZER, **options):
+        super().__init__(vocab_size=len(tokenizer), **options)
+        self._tokenizer = tokenizer
         self.heard: list[str] = []
         self.requests = []
         self._reply = reply
 
     def script(self, request):
-        text = TOKENIZER.decode(request.token_ids)
+        text = self._tokenizer.decode(request.token_ids)
         self.heard.append(text)
         self.requests.append(request)
         said = self._reply(text)
         ends = [said.index(stop) + len(stop) for stop in request.sampling.stop if stop in said]
-        tokens = TOKENIZER.encode(said[: min(ends)] if ends else said, add_special_tokens=False)
+        tokens = self._tokenizer.encode(said[: min(ends)] if ends else said, add_special_tokens=False)
         if not ends:
-            tokens.append(TOKENIZER.eos_token_id)
+            tokens.append(self._tokenizer.eos_token_id)
         budget = request.sampling.max_new_tokens
         reason = FinishReason.LENGTH if len(tokens) > budget else FinishReason.STOP
         return np.array(tokens[:budget], np.int32), reason

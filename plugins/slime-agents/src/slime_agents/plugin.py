@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import Field, model_validator
 
@@ -12,7 +13,12 @@ from slime_agents.sandbox.terms import SandboxConfig
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import Example, RewardExample
 from slime_core.contracts.generator import Generator, GeneratorDriver
+from slime_core.contracts.paths import RunPath
 from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.plugin import generator
+
+if TYPE_CHECKING:
+    from slime_agents.served.agents import AgentFunction
 
 
 class RetoolConfig(DriverConfig):
@@ -105,6 +111,93 @@ class MultiAgent(GeneratorDriver):
     def examples(cls, folder: Path) -> Sequence[Example]:
         debaters = [{"name": "one", "count": 2}, {"name": "other", "prompt": "{{ answers.one | join(' or ') }}?"}]
         return [Example(options={"agents": debaters, "rounds": 2}), Example(options={"agents": [{"name": "alone"}]})]
+
+
+class AgentConfig(DriverConfig):
+    """Options of every agent that is called over HTTP."""
+
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds after which the agent is ended; its samples count as truncated."""
+    max_calls: int = Field(64, gt=0)
+    """Calls that it may make; then it is told that there are no more answers, and its samples count as truncated."""
+    fork_threshold: int = Field(1024, ge=0)
+    """Where an agent goes on with another text than the model's last response, one of fewer tokens is given up (not trained);
+    a longer one stays a sample of its own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Handed to the chat template, such as enable_thinking."""
+
+
+class CommandConfig(AgentConfig):
+    command: tuple[str, ...] = Field(min_length=1)
+    """A program and its arguments. It gets the task as JSON on standard input, and OPENAI_BASE_URL, OPENAI_API_KEY,
+    OPENAI_MODEL, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment."""
+    environment: tuple[str, ...] = ()
+    """Variables of the run's environment that it gets too, besides PATH, HOME and the language."""
+    folder: RunPath | None = None
+    """Where it runs; by default in an empty folder of its own, which is removed."""
+
+
+class OpenaiAgent(GeneratorDriver):
+    """Any program that speaks with OpenAI's or Anthropic's API: its calls become samples."""
+
+    Config = CommandConfig
+
+    @classmethod
+    def build(cls, config: CommandConfig) -> Generator:
+        from slime_agents.served.agents import CommandAgent
+        from slime_agents.served.generator import ServedAgent
+
+        agent = CommandAgent(config.command, environment=config.environment, folder=config.folder)
+        return ServedAgent(agent, config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # A client without imports that take time: it is started for every answer.
+        caller = folder / "caller.py"
+        caller.write_text(CALLER)
+        return [Example(options={"command": [sys.executable, "-I", "-S", str(caller)]})]
+
+
+CALLER: Final = """
+import json, os, socket, sys
+address = os.environ["OPENAI_BASE_URL"].removeprefix("http://").removesuffix("/v1")
+prompt = json.load(sys.stdin)["prompt"]
+body = json.dumps({"model": "slime", "messages": [{"role": "user", "content": prompt}]}).encode()
+head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: {address}\\r\\nConnection: close\\r\\nContent-Length: {len(body)}\\r\\n"
+with socket.create_connection(address.split(":")) as server:
+    server.sendall(f"{head}Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n".encode() + body)
+    answer = b""
+    while data := server.recv(65536):
+        answer += data
+sys.exit(answer.split()[1] != b"200")
+"""
+
+
+def agent(name: str) -> Callable[[AgentFunction], type[GeneratorDriver]]:
+    """Names an async function `f(task: AgentTask)` as a generator, in a plugin file or for an entry point; its options are
+    those of AgentConfig:
+
+        @agent("calculator")
+        async def calculator(task):
+            client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    """
+
+    def made(function: AgentFunction) -> type[GeneratorDriver]:
+        def build(cls: type, config: AgentConfig) -> Generator:
+            from slime_agents.served.agents import FunctionAgent
+            from slime_agents.served.generator import ServedAgent
+
+            return ServedAgent(FunctionAgent(function), config)
+
+        body: dict[str, Any] = {
+            "__doc__": function.__doc__,
+            "__module__": function.__module__,
+            "Config": AgentConfig,
+            "build": classmethod(build),
+        }
+        return generator(name)(type(function.__name__, (GeneratorDriver,), body))
+
+    return made
 
 
 class RetoolRewardConfig(DriverConfig):
