@@ -57,7 +57,7 @@ def load_materials(run: BoundRun) -> Materials:
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
     source = None
-    if run.collector.driver.reads_prompts(run.collector.config):
+    if run.reads_prompts:
         renderer = PromptRenderer(
             tokenizer,
             input_key=data.input_key,

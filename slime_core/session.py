@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.table import read_groups, write_groups
@@ -37,22 +37,21 @@ from slime_core.hookspecs import (
 from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
+from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
-from slime_core.rollout.served import middleware_metrics
 from slime_core.rollout.supervisor import Admit
+from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-T = TypeVar("T")
 
 
 class Due(NamedTuple):
@@ -82,7 +81,7 @@ class Session:
     """Of the client, by name; a second one of a name has its number behind it."""
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
-    learner: Learner
+    learner: Learner | RolloutOnly
     residency: Residency
     transport: WeightTransport | None
     evaluator: Evaluator
@@ -99,10 +98,15 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    generation: dict[int, dict[str, float]] = field(default_factory=dict)
+    """How fast the groups of each step were generated."""
+    trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
+    evaluation: asyncio.Task[None] | None = None
+    """On the side."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Metrics of lost engines, for the next step's record."""
+    """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
     """Not set: the trainers have begun a step that `state` does not count yet."""
     bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -118,7 +122,8 @@ class Session:
         began = time.perf_counter()
         version = self.state.version
         self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
-        self.counts[step] = Counter()
+        # A step that a checkpoint broke off is collected again, and has counted already.
+        counts = self.counts.setdefault(step, Counter())
         context = RolloutContext(
             config=self.run.config.rollout,
             data=self.run.config.data,
@@ -127,9 +132,19 @@ class Session:
             runner=self.runner,
             filters=self.filters,
             observe=self._groups_finished,
-            counts=self.counts[step],
+            counts=counts,
+            version=version + step - self.state.rollout_id,
+            max_staleness=self.run.max_staleness,
         )
-        groups = await self.collector.collect(step, context)
+        # Of recorded train data the learner takes its steps from there.
+        recorded = self.run.config.train.load_debug_train_data is not None
+        groups = [] if recorded else await self.collector.collect(step, context)
+        if self.run.generates:
+            self.generation[step] = generation_metrics(
+                [sample for group in groups for sample in group.samples],
+                time.perf_counter() - began,
+                self.run.config.launcher.num_engines * self.run.config.launcher.rollout_num_gpus_per_engine,
+            )
         if self.run.config.rollout.dump_rollouts:
             self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
@@ -139,7 +154,7 @@ class Session:
                 rollout_id=step,
                 version=version,
                 groups=tuple(groups),
-                metrics=dict(self.counts[step]),
+                metrics=dict(counts),
                 seconds=time.perf_counter() - began,
             )
         )
@@ -157,12 +172,21 @@ class Session:
         """The step is done: counts it and writes its metrics."""
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        perf = {**report.perf, "perf/rollout_time": rollout_s, "perf/step_time": step_s}
+        trained_s = report.perf["perf/train_time"]
+        waited_s = max(0.0, step_s - trained_s)
+        perf = {
+            **report.perf,
+            "perf/rollout_time": rollout_s,
+            "perf/step_time": step_s,
+            "perf/train_wait_time": waited_s,
+            "perf/wait_time_ratio": waited_s / step_s,
+            **self.generation.pop(step, {}),
+            **self.trace.metrics(),
+        }
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
-        if self.client is not None:
-            perf |= {**self.client.served.take(), **middleware_metrics(self.middlewares)}
+        perf |= middleware_metrics(self.middlewares)
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
         self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
@@ -272,31 +296,53 @@ class Session:
             )
         )
 
-    async def save_unsaved(self) -> None:
+    async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
         """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
         if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
-            await self.save([])
+            await self.save(ahead)
 
     async def evaluate(self, step: int) -> None:
-        """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first."""
+        """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first. On the
+        side, it goes on while the run does, until `evaluated`."""
         if not len(self.evaluator):
             return
+        await self.evaluated()
         await self.residency.rollout()
-        report, groups = await self._unless_stopped(self.evaluator.evaluate(step, self.state.version))
+        if self.run.config.eval.eval_on_the_side:
+            self.evaluation = asyncio.create_task(self._evaluate(step))
+        else:
+            await self._unless_stopped(self._evaluate(step))
+
+    async def evaluated(self) -> None:
+        """Returns when no evaluation is going on. Interrupted if the run is asked to stop before."""
+        if self.evaluation is not None:
+            evaluation, self.evaluation = self.evaluation, None
+            await self._unless_stopped(evaluation)
+
+    async def end_evaluation(self) -> None:
+        """Gives an evaluation on the side up."""
+        if self.evaluation is not None:
+            self.evaluation.cancel()
+            await asyncio.gather(self.evaluation, return_exceptions=True)
+            self.evaluation = None
+
+    async def _evaluate(self, step: int) -> None:
+        version = self.state.version if self.publish_report is None else self.publish_report.version
+        report, groups = await self.evaluator.evaluate(step, version)
         if step < 0:
             self.state = replace(self.state, eval_before=self.accuracies(report))
         self.last_eval = report
         self._log(EVAL_AXIS, step + 1, report.metrics, step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
 
-    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, T]) -> T:
-        """Its result; Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
-        task, stop = asyncio.create_task(evaluation), asyncio.create_task(self.stop_requested.wait())
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
+        """Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
+        task, stop = asyncio.ensure_future(evaluation), asyncio.create_task(self.stop_requested.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Interrupted("interrupted while evaluating")
-            return task.result()
+            task.result()
         finally:
             task.cancel()
             stop.cancel()
@@ -318,6 +364,7 @@ class Session:
         await self.publish()
         if not self.is_due(last).evaluate or self.last_eval is None:
             await self.evaluate(last)
+        await self.evaluated()
         self.ended_early = reason
 
     def raise_if_stopped(self) -> None:

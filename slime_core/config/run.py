@@ -90,6 +90,19 @@ class EnginesConfig(Table):
     (model.opd_teacher_load), and on devices of its own."""
 
 
+class RewardTable(PluginTable):
+    """One of several rewards: its name, what it counts, and its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """What its number is multiplied by."""
+    label: str | None = Field(None, min_length=1)
+    """What metrics and samples call it; by default its name."""
+    reward_key: str | None = None
+    """Which of its named numbers counts; by default the reward's own choice."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -166,6 +179,32 @@ class DebugConfig(Table):
 
     print_completions_interval: int | None = Field(None, gt=0)
     """Print a few completions every so many rollout steps."""
+    log_passrate: bool = False
+    """Log pass@k of the training rollouts (rollout/passrate/pass@k) also when rewards are not just fail and pass: those with
+    reward 1 pass."""
+    log_reward_category: str | None = None
+    """One of the numbers that the reward returns: log the share of samples with each value (rollout/error_cat/VALUE)."""
+    log_correct_samples: bool = False
+    """Log lengths and entropy of the samples with reward 1 (rollout/correct/*)."""
+    log_multi_turn: bool = False
+    """Log how many turns samples have, and how long they are (rollout/multi_turn/*)."""
+    save_debug_train_data: bool = False
+    """Write train_data/*.parquet in the run folder: each step's batch with scores, advantages and loss weights."""
+    use_pytorch_profiler: bool = False
+    """Write profile/*.json in the run folder: what the trainer's ranks do, for Perfetto or chrome://tracing."""
+    profile_target: tuple[Literal["train_actor", "train_log_probs"], ...] = ("train_actor",)
+    """What is profiled: the optimiser steps of a rollout step, of every trained role; each forward without gradient."""
+    profile_step_start: int = Field(1, ge=0)
+    """First call that is profiled, counted from 0 at the start of an attempt; the very first one is slower than others."""
+    profile_step_end: int = Field(2, gt=0)
+    """First call after it that is not."""
+    record_memory_history: bool = False
+    """Record allocations of CUDA memory in the trainer's ranks: profile/*-memory-*.pickle, for pytorch.org/memory_viz, when a
+    step fails."""
+    memory_snapshot_num_steps: int | None = Field(None, gt=0)
+    """And after so many rollout steps."""
+    trace_samples: bool = False
+    """Write traces.jsonl in the run folder: for each sample its turns, and how long it waited, was generated and scored."""
 
 
 class PrepareConfig(Table):
@@ -197,6 +236,8 @@ class RunConfig(Table):
     backend: PluginTable
     engine: PluginTable
     reward: PluginTable | None = None
+    rewards: tuple[RewardTable, ...] = ()
+    """Several rewards instead of one: what counts is the sum of weight x reward."""
     generate: PluginTable = PluginTable(name="single_turn")
     algo: PluginTable
     rollout: RolloutConfig

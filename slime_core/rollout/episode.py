@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.seeds import request_seed
+from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
@@ -46,7 +48,10 @@ class EngineEpisode:
         self.tokenizer = tokenizer
         self.evaluation = evaluation
         self.request_ids: list[str] = []
-        self._index = index
+        self.turns: list[Turn] = []
+        self.attempt = attempt
+        self.index = index
+        self.began = time.time()
         self._position = position
         self._scope = scope
         # A retry needs request ids of its own; its seeds stay, so that it repeats what was lost.
@@ -58,7 +63,7 @@ class EngineEpisode:
         self._kept = kept
 
     def trajectory(self) -> Trajectory:
-        started = Trajectory(self.prompt, index=self._index, rollout_id=self._index, tokenizer=self.tokenizer)
+        started = Trajectory(self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
         if self._kept is not None:
             started.restart_from(self._kept)
         return started
@@ -82,7 +87,25 @@ class EngineEpisode:
             return Completion.empty(request, FinishReason.ABORT)
         if sampling.max_new_tokens <= 0:
             return Completion.empty(request, FinishReason.LENGTH)
+        began = time.perf_counter()
         completion = await self._client.generate(request)
-        if not self.evaluation:
-            self._client.served.add(request, completion)
+        self.turns.append(
+            Turn(
+                request_id=request.request_id,
+                queue_s=completion.queue_s,
+                generate_s=time.perf_counter() - began - completion.queue_s,
+                prompt_tokens=len(request.token_ids),
+                tokens=len(completion.token_ids),
+                cached_tokens=completion.cached_tokens,
+                engine=completion.engine_index,
+                finish=completion.finish_reason.value,
+                extra=completion.extra,
+            )
+        )
         return completion
+
+    def trace(self, seconds: float) -> AnswerTrace:
+        """What took how long in this answer, which took `seconds` in all."""
+        return AnswerTrace(
+            index=self.index, attempt=self.attempt, began=self.began, seconds=seconds, turns=tuple(self.turns)
+        )
