@@ -245,6 +245,11 @@ def colocation(run: BoundRun) -> list[str]:
             f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
             f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
         )
+    if launcher.colocate and run.config.eval.eval_on_the_side:
+        problems.append(
+            "launcher.colocate = true, eval.eval_on_the_side = true: nothing generates while the trainer has the devices. "
+            "Leave one of them out."
+        )
     if launcher.offload_rollout is not None and not launcher.colocate:
         problems.append(
             f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "

@@ -27,7 +27,7 @@ LEVELS = [
         "tracking",
     },
     {"loop", "evaluate", "plan"}
-    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary"},
+    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary", "convert"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
