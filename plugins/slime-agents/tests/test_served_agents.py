@@ -162,7 +162,7 @@ def test_several_answers_at_once_and_streams():
             options = {"stream": True, "tools": [{"type": "function", "function": ADD}]}
             stream = await opened.chat.completions.create(model="m", messages=[user("go")], **options)
             deltas = [chunk.choices[0].delta async for chunk in stream]
-            read += [call.function.name for delta in deltas for call in delta.tool_calls or []]
+            read.extend(call.function.name for delta in deltas for call in delta.tool_calls or [])
             read.append([model.id async for model in opened.models.list()])
         return 1.0
 
