@@ -3,10 +3,11 @@
 A small model with random weights and a tokenizer of its own learns from worked examples of the task, by supervised
 learning, until it writes one exactly with a chance of `enough`. That teaches the form and a little of the substance;
 reinforcement learning, which sees only rewards, has to teach the rest. Written, by default into `generated` beside the
-task: random (the model before), base (after), train.jsonl, test.jsonl (held out), and worked.jsonl for runs of supervised
-fine-tuning, where worked examples are a prompt and one answer.
+task: random (the model before), base (after), train.jsonl, test.jsonl (held out), worked.jsonl for runs of supervised
+fine-tuning, where worked examples are a prompt and one answer; further files that the task has; and with --teacher a
+model that was trained on.
 
-Run by `slime run` when something is missing, or by hand: python warm_start.py TASK.py [--seed N] [--folder DIR]
+Run by `slime run` when something is missing, or by hand: python warm_start.py TASK.py [--seed N] [--folder DIR] ...
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +69,14 @@ class Task(Protocol):
 
     def worked(self, rows: Sequence[Row], seed: int) -> list[Worked]:
         """Worked examples of training rows: one for each, or more."""
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """A task with more data than questions, such as a corpus."""
+
+    def files(self) -> Mapping[str, Iterable[Row]]:
+        """Rows by the names of their files."""
 
 
 def load_task(path: Path) -> Task:
@@ -137,8 +146,9 @@ def exact_chance(batch: Batch, log_probs: np.ndarray) -> float:
     return float(np.exp(batch.sample_sums(log_probs * batch.mask)).mean())
 
 
-def warm_up(task: Task, start: Path, target: Path, worked: Sequence[Worked], *, seed: int) -> None:
-    """Trains through the backend's own contract until the model is good enough; writes it with its tokenizer."""
+def warm_up(task: Task, start: Path, stages: Mapping[Path, float], worked: Sequence[Worked], *, seed: int) -> None:
+    """Trains through the backend's own contract; writes the model, with its tokenizer, to each of the `stages` (in their
+    order) when it writes a worked example exactly with the chance beside it."""
     registry = Registry()
     resolved = registry.resolve(groups.BACKENDS, "fsdp", where="backend")
     backend: TrainBackend = resolved.driver.build(bind(resolved, {}, where="backend"))
@@ -151,29 +161,33 @@ def warm_up(task: Task, start: Path, target: Path, worked: Sequence[Worked], *, 
     )  # fmt: skip
     tokenizer = load_tokenizer(start, trust_remote_code=False)
     objective = TokenObjective(loss=NegativeLogLikelihood(), needs=frozenset(), report_entropy=False)
+    left = dict(stages)
     for step, (batch, columns) in enumerate(itertools.islice(batches(worked, tokenizer, seed), task.max_steps)):
         micro = pack_micro_batch(batch, np.arange(BATCH), columns=columns)
         if step % JUDGED_EVERY == 0:
             chance = exact_chance(batch, backend.score([micro])[0].log_probs)
-            if step % TOLD_EVERY == 0 or chance >= task.enough:
+            reached = [folder for folder, enough in left.items() if chance >= enough]
+            if step % TOLD_EVERY == 0 or reached:
                 print(f"warm-up step {step}: exactly right with probability {chance:.3f}", flush=True)
-            if chance >= task.enough:
+            for folder in reached:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                backend.save_hf(folder)
+                tokenizer.save_pretrained(folder)
+                del left[folder]
+            if not left:
                 break
         backend.train_step([micro], objective)
-    else:
-        raise SystemExit(f"After {task.max_steps} steps the chance is {chance:.3f}, not {task.enough}.")
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    backend.save_hf(target)
-    tokenizer.save_pretrained(target)
     backend.close()
+    if left:
+        raise SystemExit(f"After {task.max_steps} steps the chance is {chance:.3f}, not {min(left.values())}.")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make(task: Task, folder: Path, *, seed: int) -> None:
+def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -> None:
     """Everything that the run files of the task name."""
     train, held_out = task.rows(seed)
     trained = {json.dumps(row["prompt"]) for row in train}
@@ -187,6 +201,9 @@ def make(task: Task, folder: Path, *, seed: int) -> None:
         write_rows(
             folder / "worked.jsonl", ({"prompt": prompt, "label": answer} for (prompt, _), (answer, _) in worked)
         )
+    if isinstance(task, HasFiles):
+        for name, rows in task.files().items():
+            write_rows(folder / name, rows)
     start = folder / "random"
     shutil.rmtree(start, ignore_errors=True)
     new_model(
@@ -199,7 +216,10 @@ def make(task: Task, folder: Path, *, seed: int) -> None:
         seed=seed,
         initializer_range=INITIALIZER_RANGE,
     )
-    warm_up(task, start, folder / "base", worked, seed=seed)
+    stages = {folder / "base": task.enough}
+    if teacher is not None:
+        stages[folder / "teacher"] = teacher
+    warm_up(task, start, stages, worked, seed=seed)
 
 
 def main() -> None:
@@ -207,8 +227,10 @@ def main() -> None:
     parser.add_argument("task", type=Path, help="Python file with a TASK")
     parser.add_argument("--seed", type=int, default=2, help="of the weights, the data and the warm-up")
     parser.add_argument("--folder", type=Path, help="by default `generated` beside the task")
+    parser.add_argument("--teacher", type=float, help="train on to this chance, and write `teacher` too")
     asked = parser.parse_args()
-    make(load_task(asked.task), asked.folder or asked.task.parent / "generated", seed=asked.seed)
+    folder = asked.folder or asked.task.parent / "generated"
+    make(load_task(asked.task), folder, seed=asked.seed, teacher=asked.teacher)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for task in self._tasks:
             metrics |= set_metrics(task.settings, groups[task.settings.name])
+        metrics |= version_metrics([group for found in sets for group in found])
         return EvalReport(rollout_id=rollout_id, version=version, metrics=metrics), groups
 
     async def _run(self, task: EvalTask) -> tuple[SampleGroup, ...]:
@@ -53,6 +54,14 @@ class Evaluator:
             # After a failure, what else is under way would go on without anyone to wait for it.
             for group in running:
                 group.task.cancel()
+
+
+def version_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """The lowest and the highest policy version among the tokens: one and the same unless weights came meanwhile."""
+    versions = [span.version for group in groups for sample in group.samples for span in sample.spans]
+    if not versions:
+        return {}
+    return {"eval/version_min": float(min(versions)), "eval/version_max": float(max(versions))}
 
 
 def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -36,6 +36,10 @@ class Episode(Protocol):
     def evaluation(self) -> bool: ...
 
     @property
+    def max_context_len(self) -> int | None:
+        """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
+
+    @property
     def kept(self) -> Sample | None:
         """What a partial rollout left of this answer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from slime_core.errors import RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.seeds import request_seed
+from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
@@ -51,20 +53,23 @@ class EngineEpisode:
         self.tokenizer = tokenizer
         self.evaluation = evaluation
         self.request_ids: list[str] = []
-        self._index = index
+        self.turns: list[Turn] = []
+        self.attempt = attempt
+        self.index = index
+        self.began = time.time()
         self._position = position
         self._scope = scope
         # A retry needs request ids of its own; its seeds stay, so that it repeats what was lost.
         self._id = f"{scope}/{index}" if attempt == 0 else f"{scope}.{attempt}/{index}"
         self._seed = seed
         self._stop = stop
-        self._max_context_len = max_context_len
+        self.max_context_len = max_context_len
         self._client = client
         self.kept = kept
         self._scorer = scorer
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
-        started = Trajectory(prompt or self.prompt, index=self._index, rollout_id=self._index, tokenizer=self.tokenizer)
+        started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
         if prompt is None and self.kept is not None:
             started.restart_from(self.kept)
         return started
@@ -79,8 +84,8 @@ class EngineEpisode:
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
         sampling = sampling or self.sampling
-        if self._max_context_len is not None:
-            room = max(0, self._max_context_len - len(token_ids))
+        if self.max_context_len is not None:
+            room = max(0, self.max_context_len - len(token_ids))
             if room < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=room)
         turn = len(self.request_ids)
@@ -96,4 +101,27 @@ class EngineEpisode:
             return Completion.empty(request, FinishReason.ABORT)
         if sampling.max_new_tokens <= 0:
             return Completion.empty(request, FinishReason.LENGTH)
-        return await self._client.generate(request)
+        began = time.perf_counter()
+        completion = await self._client.generate(request)
+        self.turns.append(
+            Turn(
+                request_id=request.request_id,
+                queue_s=completion.queue_s,
+                generate_s=time.perf_counter() - began - completion.queue_s,
+                prompt_tokens=len(request.token_ids),
+                tokens=len(completion.token_ids),
+                cached_tokens=completion.cached_tokens,
+                engine=completion.engine_index,
+                finish=completion.finish_reason.value,
+                extra=completion.extra,
+            )
+        )
+        if not self.evaluation:
+            self._client.served.add(request, completion)
+        return completion
+
+    def trace(self, seconds: float) -> AnswerTrace:
+        """What took how long in this answer, which took `seconds` in all."""
+        return AnswerTrace(
+            index=self.index, attempt=self.attempt, began=self.began, seconds=seconds, turns=tuple(self.turns)
+        )

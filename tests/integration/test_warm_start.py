@@ -72,7 +72,7 @@ def test_only_what_the_model_writes_is_learnt(warm_start: ModuleType) -> None:
 def test_a_task_becomes_a_model_and_its_data(
     warm_start: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warm_start.make(Look(), tmp_path, seed=3)
+    warm_start.make(Look(), tmp_path, seed=3, teacher=0.05)
     train, test = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("train.jsonl", "test.jsonl")
@@ -83,11 +83,12 @@ def test_a_task_becomes_a_model_and_its_data(
     assert not (tmp_path / "worked.jsonl").exists()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab="}], tokenize=False) == "ab="
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("random", "base")]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("random", "base", "teacher")]
     chances = [model(**tokenizer("ab=", return_tensors="pt")).logits[0, -1].softmax(-1) for model in models]
     asks = tokenizer.convert_tokens_to_ids("?")
     assert chances[0][asks] < 0.2
     assert chances[1][asks] > 0.5
+    assert chances[2][asks] > chances[1][asks]
     assert "exactly right with probability" in capsys.readouterr().out
 
 

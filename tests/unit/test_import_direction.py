@@ -26,7 +26,8 @@ LEVELS = [
         "run_folder",
         "tracking",
     },
-    {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary"},
+    {"loop", "evaluate", "plan"}
+    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
