@@ -26,6 +26,8 @@ class ModelSizes:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_length: int = 512
+    tie_word_embeddings: bool = False
+    """The embedding of a token is also what its logit is read with: copying is learnt for all tokens at once."""
 
 
 def new_model(
@@ -68,7 +70,7 @@ def new_model(
         head_dim=sizes.hidden_size // sizes.num_heads,
         intermediate_size=sizes.intermediate_size,
         max_position_embeddings=sizes.max_length,
-        tie_word_embeddings=False,
+        tie_word_embeddings=sizes.tie_word_embeddings,
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
