@@ -20,13 +20,15 @@ LEVELS = [
         "metrics",
         "manifest",
         "model_folder",
+        "model_presets",
         "new_model",
         "onednn",
         "event_log",
         "run_folder",
         "tracking",
+        "weight_files",
     },
-    {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary"},
+    {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary", "convert"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
