@@ -46,6 +46,20 @@ class RewardError(SlimeError):
     """A reward raised, ran out of time, or returned something that is not a finite number."""
 
     exit_code = 4
+    outcome = "wrong"
+    """Its class, one of `slime_core.contracts.reward.Outcome`."""
+
+
+class RewardTimeout(RewardError):
+    """A reward, or a service that it asks, gave no answer in time."""
+
+    outcome = "timeout"
+
+
+class RewardUnavailable(RewardError):
+    """What a reward depends on failed, such as a service: that says nothing about the sample."""
+
+    outcome = "infra"
 
 
 class RolloutError(SlimeError):

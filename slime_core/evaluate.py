@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slime_core.config.bound import BoundEvalSet
-from slime_core.metrics import distribution, pass_at_k, reward_part_metrics
+from slime_core.metrics import count_metrics, distribution, pass_at_k, reward_part_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.types.prompt import Prompt
 from slime_core.types.report import EvalReport
@@ -41,6 +41,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for task in self._tasks:
             metrics |= set_metrics(task.settings, groups[task.settings.name])
+        metrics |= version_metrics([group for found in sets for group in found])
         return EvalReport(rollout_id=rollout_id, version=version, metrics=metrics), groups
 
     async def _run(self, task: EvalTask) -> tuple[SampleGroup, ...]:
@@ -55,6 +56,14 @@ class Evaluator:
                 group.task.cancel()
 
 
+def version_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """The lowest and the highest policy version among the tokens: one and the same unless weights came meanwhile."""
+    versions = [span.version for group in groups for sample in group.samples for span in sample.spans]
+    if not versions:
+        return {}
+    return {"eval/version_min": float(min(versions)), "eval/version_max": float(max(versions))}
+
+
 def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
     """eval/NAME and what goes with it. A sample without a reward counts as not passed, and as reward 0."""
     samples = [sample for group in groups for sample in group.samples]
@@ -65,6 +74,7 @@ def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[s
         f"{name}-truncated_ratio": float(np.mean([s.status is Status.TRUNCATED for s in samples])) if samples else 0.0,
         **distribution(f"{name}/response_len", np.array([sample.response_length for sample in samples])),
         **reward_part_metrics(samples, name),
+        **count_metrics(samples, f"{name}/count"),
     }
     failed = sum(sample.status is Status.FAILED for sample in samples)
     if failed:

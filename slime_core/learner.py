@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -14,20 +15,26 @@ import numpy as np
 from slime_core.batch.assemble import assemble
 from slime_core.batch.denominators import split_steps
 from slime_core.batch.nonfinite import leave_out, name_samples, nonfinite_samples
+from slime_core.buffer.train_data import read_train_data, train_data_file
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
+from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
     column_metrics,
+    count_metrics,
+    group_metrics,
+    logged_metrics,
     repetition_metrics,
     reward_part_metrics,
     rollout_metrics,
     step_metrics,
 )
-from slime_core.objective.credit import CreditRules, assign_credit
+from slime_core.objective.credit import CreditedBatch, CreditRules, assign_credit
 from slime_core.objective.mismatch import mismatch_metrics
+from slime_core.rollout.scorer import EngineScorer
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
@@ -53,6 +60,10 @@ class LearnerPlan:
     skip_nonfinite: bool = False
     max_skipped_steps: int
     ref_update_interval: int | None
+    recorded: Path | None = None
+    """Folder of train data to train on again, instead of what was collected."""
+    logged: DebugConfig = field(default_factory=DebugConfig)
+    """Metrics that were asked for."""
 
     @classmethod
     def of(cls, run: BoundRun) -> LearnerPlan:
@@ -70,6 +81,8 @@ class LearnerPlan:
             train_short_batch=run.config.train.on_short_batch == "train",
             max_skipped_steps=run.config.train.max_skipped_steps,
             ref_update_interval=run.config.train.ref_update_interval,
+            recorded=None if (folder := run.config.train.load_debug_train_data) is None else Path(folder),
+            logged=run.config.debug,
         )
 
 
@@ -118,8 +131,10 @@ class Learner:
         plan: LearnerPlan,
         *,
         on_batch: Callable[[int, int, Batch, TokenColumns], None],
+        teacher: EngineScorer | None = None,
     ) -> None:
-        """`trainers`: by the name of the role."""
+        """`trainers`: by the name of the role. `teacher`: where it stands behind engines."""
+        self._teacher = teacher
         self._trainers = trainers
         self._plan = plan
         self._on_batch = on_batch
@@ -128,7 +143,11 @@ class Learner:
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         """One rollout batch; the report carries version + 1."""
         started = time.perf_counter()
-        batch = assemble(groups)
+        recorded: TokenColumns | None = None
+        if self._plan.recorded is None:
+            batch = assemble(groups)
+        else:
+            batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
@@ -136,7 +155,7 @@ class Learner:
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
-        scores = await self._score(tasks, dispatches)
+        scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
@@ -145,7 +164,10 @@ class Learner:
             counts["rollout/nonfinite_samples"] = float(len(bad))
         columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
         training = [task for task in tasks if task.trains]
-        credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
+        if recorded is not None:
+            credited = CreditedBatch(columns=recorded, step_of_sample=step_of_sample)
+        else:
+            credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
         self._on_batch(rollout_id, version, batch, credited.columns)
         refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
         # In the opposite order of scoring: devices that several share are still with the role that was scored last.
@@ -163,31 +185,53 @@ class Learner:
             steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
             rollout={
                 **rollout_metrics(batch, version),
+                **group_metrics(batch),
                 **column_metrics(
                     batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in {**columns, **scores}.items()}
                 ),
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
+                **count_metrics(samples, "rollout/count"),
+                **logged_metrics(self._plan.logged, batch, samples, columns.get(Need.ENTROPY)),
                 **credited.metrics,
                 **counts,
             },
             perf={
-                "perf/log_probs_time": scored - started,
+                "perf/score_time": scored - started,
                 "perf/train_time": ended - started,
                 "perf/train_tokens": float(trained_tokens),
                 "perf/train_tok_per_s": trained_tokens / (ended - scored),
+                **{f"perf/{METRIC_OF_COLUMN.get(name, name)}_time": seconds for name, seconds in scoring_s.items()},
                 **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
                 **{f"perf/{role.plan.name}_train_tok_per_s": trained_tokens / role.seconds for role in trained},
+                **self._tflops(batch, scoring_s, trained),
             },
         )
 
-    async def _score(self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch]) -> dict[str, Float32]:
-        """The columns that the roles fill."""
+    async def _score(
+        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
+    ) -> tuple[dict[str, Float32], dict[str, float]]:
+        """The columns that the roles fill, and the teacher's engines at the same time; and the seconds that each took."""
         columns: dict[str, Float32] = {}
-        wanted = [task for task in tasks if task.scoring]
-        for of_role in await asyncio.gather(*(score_role(task, dispatches[task.plan.name]) for task in wanted)):
+        seconds: dict[str, float] = {}
+        work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
+        if self._teacher is not None:
+            work.append(score_teacher(self._teacher, batch))
+        for of_role, took in await asyncio.gather(*work):
             columns |= of_role
-        return columns
+            seconds |= took
+        return columns, seconds
+
+    def _tflops(self, batch: Batch, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]) -> dict[str, float]:
+        """TFLOP per second and rank, counted from the model's shape; backward costs twice what forward does."""
+        metrics = {}
+        for role in trained:
+            forward = self._trainers[role.plan.name].forward_tflop(batch)
+            metrics[f"perf/{role.plan.name}_train_tflops"] = 3 * forward / role.seconds
+            old = scoring_s.get(Need.OLD_LOGPROBS)
+            if old is not None and any(scoring.column is Need.OLD_LOGPROBS for scoring in role.plan.scoring):
+                metrics["perf/log_probs_tflops"] = forward / old
+        return metrics
 
     def _nonfinite(self, batch: Batch, scores: Mapping[str, Float32]) -> dict[int, str]:
         """Samples to leave out, with the column that says so; TrainingError if there may be none."""
@@ -263,14 +307,23 @@ def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) 
     return {task.plan.name: task.trainers.dispatch(batch, step_of_sample) for task in wanted}
 
 
-async def score_role(task: RoleTask, dispatch: Dispatch) -> dict[str, Float32]:
-    """The columns that this role fills."""
+async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """The columns that this role fills, and the seconds that each took."""
     columns: dict[str, Float32] = {}
+    seconds: dict[str, float] = {}
     async with task.trainers.turn():
         for scoring in task.scoring:
+            began = time.perf_counter()
             scores = await task.trainers.score(dispatch, weights=scoring.weights)
             columns[scoring.column.value] = scores[scoring.output]
-    return columns
+            seconds[scoring.column.value] = time.perf_counter() - began
+    return columns, seconds
+
+
+async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
+    began = time.perf_counter()
+    column = {Need.TEACHER_LOGPROBS.value: await teacher.log_probs(batch)}
+    return column, {Need.TEACHER_LOGPROBS.value: time.perf_counter() - began}
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

@@ -1,60 +1,75 @@
-"""The main loop. Synchronous and ahead-of-training runs are one function; `ahead` is how far rollouts run in front.
+"""The main loop. Synchronous and asynchronous runs are one function; `ahead` is how far rollouts run in front.
 
 for each rollout step:
-    groups  <- collect                     (started `ahead` steps before)
+    groups  <- collect                     (started up to `ahead` steps before)
     report  <- train on them               (version + 1)
     save if due                            (before publishing; a resumed run publishes first)
-    publish the new weights to the engines
-    evaluate if due
+    publish the new weights to the engines (between two steps' rollouts, or while they are under way)
+    evaluate if due                        (and wait for it, or go on)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 
 from slime_core.buffer.buffer import BufferSnapshot
-from slime_core.errors import Interrupted, RolloutsExhausted
+from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
 from slime_core.session import Session
 from slime_core.types.sample import SampleGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """A rollout step that has been started: its task, and the buffer as it was before."""
+    """A rollout step that is under way."""
 
     step: int
     task: asyncio.Task[list[SampleGroup]]
-    before: BufferSnapshot
 
 
 class Schedule:
-    """Rollout steps under way, oldest first: at most `ahead` beyond the one that is trained."""
+    """Rollout steps under way, oldest first: at most `ahead` beyond the one that is trained.
+
+    Steps are collected one after the other; side by side where weights are published in flight and the collector pools
+    groups of several steps.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._started: deque[Ahead] = deque()
+        self._before: dict[int, BufferSnapshot] = {}
+        """The buffer as it was when the collection of a step began."""
+        self.in_flight = session.run.config.rollout.in_flight
+        self.pooled = self.in_flight and session.run.collector.driver.across_steps
 
     def start_through(self, step: int) -> None:
         """Starts collecting every step up to this one that has not been started."""
         session = self._session
         while session.state.next_collect <= min(step, session.num_rollout - 1):
             number = session.state.next_collect
-            before = session.buffer.snapshot()
-            self._started.append(Ahead(number, asyncio.create_task(session.collect(number)), before))
+            previous = self._started[-1].task if self._started and not self.pooled else None
+            self._started.append(Ahead(number, asyncio.create_task(self._collect(number, previous))))
             session.state = replace(session.state, next_collect=number + 1)
+
+    async def _collect(self, step: int, previous: asyncio.Task[list[SampleGroup]] | None) -> list[SampleGroup]:
+        if previous is not None:
+            await asyncio.wait({previous})
+            previous.result()
+        self._before[step] = self._session.buffer.snapshot()
+        return await self._session.collect(step)
 
     def take_up(self, kept: list[list[SampleGroup]]) -> None:
         """Steps that a checkpoint had collected already, oldest first."""
         for offset, groups in enumerate(kept):
             step = self._session.state.rollout_id + offset
-            task = asyncio.create_task(asyncio.sleep(0, groups))
-            self._started.append(Ahead(step, task, self._session.buffer.snapshot()))
+            self._started.append(Ahead(step, asyncio.create_task(asyncio.sleep(0, groups))))
+            self._before[step] = self._session.buffer.snapshot()
 
     async def next_groups(self) -> list[SampleGroup]:
-        """The oldest step's groups; on failure or interrupt it is put back as if it had never been started."""
+        """The oldest step's groups. Interrupted if the run is asked to stop before they are there."""
         oldest = self._started[0]
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
@@ -62,34 +77,62 @@ class Schedule:
             if not oldest.task.done():
                 raise Interrupted("interrupted while generating")
             groups = oldest.task.result()
-        except BaseException:
-            await self.abandon()
-            raise
         finally:
             stop.cancel()
         self._started.popleft()
+        self._before.pop(oldest.step)
         return groups
 
     async def drained(self) -> list[list[SampleGroup]]:
         """Waits for everything under way; the groups of steps that are ahead, oldest first."""
-        try:
-            return [await ahead.task for ahead in self._started]
-        except BaseException:
-            await self.abandon()
-            raise
+        return [await ahead.task for ahead in self._started]
 
-    async def abandon(self) -> None:
-        """Takes back all that is under way: the buffer and the counters are as before the oldest of them."""
-        if not self._started:
-            return
-        tasks = [ahead.task for ahead in self._started]
+    async def at_rest(self) -> list[list[SampleGroup]]:
+        """For a checkpoint: nothing runs, and what is not in the buffer is in the groups of the steps ahead that are
+        complete, oldest first. The run goes on from there as one that is resumed does."""
+        if not self.pooled:
+            return await self.drained()
+        for ahead in self._started:
+            if ahead.task.done():
+                ahead.task.result()
+        await self._break_off(patient=True)
+        return [ahead.task.result() for ahead in self._started]
+
+    async def abandon(self) -> list[list[SampleGroup]]:
+        """Ends all that is under way. Pooled groups are kept, as `at_rest`, as far as the engines can be asked; else the
+        buffer and the counters are as before the oldest of the steps."""
+        if self.pooled:
+            # Engines that cannot be asked have lost what they had; the error that ends the run is the one to tell.
+            with contextlib.suppress(EngineError):
+                await self._break_off(patient=False)
+            return [ahead.task.result() for ahead in self._started]
+        await self._cancel(self._started)
+        if self._started:
+            session, oldest = self._session, self._started[0].step
+            if oldest in self._before:
+                session.buffer.restore(self._before[oldest])
+            session.state = replace(session.state, next_collect=oldest)
+            self._started.clear()
+        return []
+
+    async def _break_off(self, *, patient: bool) -> None:
+        """Only complete steps stay; the collector gives everything else to the buffer."""
+        session = self._session
+        await self._cancel(self._started)
+        self._started = deque(ahead for ahead in self._started if succeeded(ahead.task))
+        following = self._started[-1].step + 1 if self._started else session.state.rollout_id
+        session.state = replace(session.state, next_collect=following)
+        await session.collector.give_back(patient=patient)
+
+    async def _cancel(self, under_way: deque[Ahead]) -> None:
+        tasks = [ahead.task for ahead in under_way]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        session = self._session
-        session.buffer.restore(self._started[0].before)
-        session.state = replace(session.state, next_collect=self._started[0].step)
-        self._started.clear()
+
+
+def succeeded(task: asyncio.Task[list[SampleGroup]]) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 async def run_loop(session: Session) -> None:
@@ -102,7 +145,7 @@ async def run_loop(session: Session) -> None:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id
             began = time.perf_counter()
-            schedule.start_through(step)
+            schedule.start_through(step + config.rollout.ahead if schedule.pooled else step)
             groups = await schedule.next_groups()
             schedule.start_through(step + config.rollout.ahead)
             generated = time.perf_counter()
@@ -110,20 +153,29 @@ async def run_loop(session: Session) -> None:
             due = session.is_due(step)
             # Logged before it is saved: a checkpoint never knows of a step that the record does not.
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
-            ahead = await schedule.drained() if due.save or due.publish else []
             if due.save:
-                await session.save(ahead)
+                await session.evaluated()
+                await session.save(await schedule.at_rest())
             if due.publish:
+                if not schedule.in_flight:
+                    await schedule.drained()
+                if config.eval.eval_holds_weights:
+                    await session.evaluated()
                 await session.publish()
             if due.evaluate:
                 await session.evaluate(step)
             session.raise_if_stopped()
+        await session.evaluated()
     except Exception as error:
-        await schedule.abandon()
-        await session.save_unsaved()
+        ahead = await schedule.abandon()
+        await session.end_evaluation()
+        await session.save_unsaved(ahead)
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))
+    finally:
+        await schedule.abandon()
+        await session.end_evaluation()
 
 
 async def evaluate_at_start(session: Session) -> None:

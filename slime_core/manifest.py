@@ -26,6 +26,7 @@ MAY_CHANGE: Final = (
     ("rollout", "dump_rollouts"),
     ("rollout", "reward_workers"),
     ("rollout", "reward_timeout"),
+    ("rollout", "reward_retries"),
 )
 """Keys that a resumed run may change: they alter what is written down or how long it goes on, not what is trained."""
 
@@ -62,10 +63,18 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     for key, part in (
         ("backend", run.backend),
         ("engine", run.engine),
-        ("reward", run.reward),
         ("generate", run.generate),
     ):
-        config[key] = None if part is None else table(part.name, part.config.model_dump(mode="json"))
+        config[key] = table(part.name, part.config.model_dump(mode="json"))
+    rewards = [table(r.part.name, r.part.config.model_dump(mode="json")) for r in run.rewards]
+    if run.config.rewards:
+        own = ("weight", "label", "reward_key")
+        config["rewards"] = [
+            {**options, **{key: getattr(asked, key) for key in own}}
+            for options, asked in zip(rewards, run.config.rewards, strict=True)
+        ]
+    else:
+        config["reward"] = rewards[0] if rewards else None
     algo = run.algo
     keys = algo.keys.model_dump(mode="json")
     keys |= {

@@ -49,12 +49,15 @@ def load_materials(run: BoundRun) -> Materials:
         for name, copy in role.copies.items():
             if copy != role.model_path:
                 check_copy(copy, tokenizer, where=COPY_KEYS[name], trust_remote_code=config.model.trust_remote_code)
+    if run.teacher is not None:
+        trusted = config.model.trust_remote_code
+        check_copy(run.teacher.model_path, tokenizer, where="engines.teacher.load", trust_remote_code=trusted)
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
     source = None
-    if run.collector.driver.reads_prompts(run.collector.config):
+    if run.reads_prompts:
         renderer = PromptRenderer(
             tokenizer,
             input_key=data.input_key,

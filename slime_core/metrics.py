@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.config.run import DebugConfig
 from slime_core.types.batch import Batch
 from slime_core.types.sample import Sample
 
@@ -51,6 +52,11 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
     staleness = sample_staleness(batch, version)
     if len(staleness):
         metrics |= {"rollout/staleness/mean": float(staleness.mean()), "rollout/staleness/max": float(staleness.max())}
+        behind, counts = np.unique(staleness, return_counts=True)
+        metrics |= {
+            f"rollout/staleness/count_{versions}": float(count)
+            for versions, count in zip(behind.tolist(), counts.tolist(), strict=True)
+        }
     return metrics
 
 
@@ -69,14 +75,16 @@ def zero_std_metrics(batch: Batch) -> dict[str, float]:
     return {f"rollout/zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
 
 
-def pass_rate_metrics(batch: Batch) -> dict[str, float]:
-    """pass@k over the groups of a batch whose rewards are all fail or pass; none with one rollout per group.
+def pass_rate_metrics(batch: Batch, *, always: bool = False) -> dict[str, float]:
+    """pass@k over the groups of a batch whose rewards are all fail or pass, or of any batch (`always`); none with one
+    rollout per group.
 
-    A rollout passes if all of its samples did; one without a reward did not. Of accepted groups alone: filters that drop
-    hard and easy prompts move it.
+    A rollout passes if all of its samples have reward 1; one without a reward did not. Of accepted groups alone: filters
+    that drop hard and easy prompts move it.
     """
     rewards = batch.reward[np.isfinite(batch.reward)]
-    if not len(rewards) or not any(np.isin(rewards, pair).all() for pair in BINARY_REWARDS):
+    binary = any(np.isin(rewards, pair).all() for pair in BINARY_REWARDS)
+    if not len(rewards) or not (binary or always):
         return {}
     _, first, rollout_of_sample = np.unique(batch.rollout_id, return_index=True, return_inverse=True)
     passed = np.bincount(rollout_of_sample, weights=batch.reward != 1.0) == 0
@@ -86,6 +94,88 @@ def pass_rate_metrics(batch: Batch) -> dict[str, float]:
     if num_rollouts.min() < 2:
         return {}
     return {f"rollout/passrate/pass@{k}": value for k, value in pass_at_k(num_rollouts, num_passed).items()}
+
+
+def correct_metrics(batch: Batch, entropy: npt.NDArray[np.float32] | None) -> dict[str, float]:
+    """Of the samples with reward 1: their share, their lengths, and the mean entropy of their tokens if that was scored."""
+    correct = batch.reward == 1.0
+    metrics = {
+        "rollout/correct/frac": float(correct.mean()) if batch.num_samples else 0.0,
+        **distribution("rollout/correct/response_len", batch.num_trainable[correct]),
+    }
+    chosen = correct[batch.sample_of_token] & batch.mask.astype(np.bool_)
+    if entropy is not None and chosen.any():
+        metrics["rollout/correct/entropy"] = float(entropy[chosen].mean(dtype=np.float64))
+    return metrics
+
+
+def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Turns are runs of tokens that the model wrote, between those that came from its environment: how many a sample has,
+    how long they are, and how long responses are with and without what is the environment's."""
+    if not samples:
+        return {}
+    masks = [sample.loss_mask.astype(np.bool_) for sample in samples]
+    starts = [np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]])) for mask in masks]
+    ends = [np.flatnonzero(mask & ~np.concatenate([mask[1:], [False]])) + 1 for mask in masks]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    whole = np.array([len(mask) for mask in masks])
+    written = np.array([int(mask.sum()) for mask in masks])
+    return {
+        **distribution("rollout/multi_turn/turns", np.array([len(start) for start in starts])),
+        **distribution("rollout/multi_turn/turn_len", np.concatenate(lengths)),
+        **distribution("rollout/multi_turn/response_len", whole),
+        **distribution("rollout/multi_turn/response_len_without_environment", written),
+    }
+
+
+def group_metrics(batch: Batch) -> dict[str, float]:
+    """How the rewards of one prompt's samples spread: the standard deviation (n) in each group with two scored samples or
+    more, and how many groups there are."""
+    scored = np.isfinite(batch.reward)
+    _, group_of_sample = np.unique(batch.group_index[scored], return_inverse=True)
+    sizes = np.bincount(group_of_sample)
+    if not len(sizes):
+        return {}
+    means = np.bincount(group_of_sample, weights=batch.reward[scored]) / sizes
+    squares = np.bincount(group_of_sample, weights=(batch.reward[scored] - means[group_of_sample]) ** 2) / sizes
+    return {
+        "rollout/groups": float(len(sizes)),
+        **distribution("rollout/group_reward_std", np.sqrt(squares[sizes > 1])),
+    }
+
+
+def category_metrics(samples: Sequence[Sample], key: str) -> dict[str, float]:
+    """The share of the samples of each category: `key` is one of the numbers that the reward returned, and every value that
+    it takes is a category."""
+    found = Counter(sample.reward_parts[key] for sample in samples if key in sample.reward_parts)
+    return {f"rollout/error_cat/{value:g}": count / len(samples) for value, count in sorted(found.items())}
+
+
+def logged_metrics(
+    asked: DebugConfig, batch: Batch, samples: Sequence[Sample], entropy: npt.NDArray[np.float32] | None
+) -> dict[str, float]:
+    """The metrics that are off by default."""
+    metrics: dict[str, float] = {}
+    if asked.log_passrate:
+        metrics |= pass_rate_metrics(batch, always=True)
+    if asked.log_correct_samples:
+        metrics |= correct_metrics(batch, entropy)
+    if asked.log_multi_turn:
+        metrics |= multi_turn_metrics(samples)
+    if asked.log_reward_category is not None:
+        metrics |= category_metrics(samples, asked.log_reward_category)
+    return metrics
+
+
+def generation_metrics(samples: Sequence[Sample], seconds: float, num_devices: int) -> dict[str, float]:
+    """How fast a step's samples were generated; tokens of the response, and effective ones, which are trained."""
+    lengths = np.array([sample.response_length for sample in samples], np.int64)
+    trained = sum(sample.num_trainable for sample in samples)
+    return {
+        "perf/tokens_per_gpu_per_sec": float(lengths.sum()) / seconds / num_devices,
+        "perf/effective_tokens_per_gpu_per_sec": trained / seconds / num_devices,
+        "perf/longest_sample_tokens_per_sec": float(lengths.max(initial=0)) / seconds,
+    }
 
 
 def step_metrics(batch: Batch, step_of_sample: npt.NDArray[np.int64]) -> list[dict[str, float]]:
@@ -132,6 +222,12 @@ def reward_part_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, flo
         f"{prefix}/{name}": float(np.mean([s.reward_parts[name] for s in samples if name in s.reward_parts]))
         for name in names
     }
+
+
+def count_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Means of what generators counted; a sample that lacks a count has none of it."""
+    names = sorted({name for sample in samples for name in sample.counts})
+    return {f"{prefix}/{name}": float(np.mean([s.counts.get(name, 0.0) for s in samples])) for name in names}
 
 
 def pass_at_k(num_samples: npt.NDArray[np.integer], num_correct: npt.NDArray[np.integer]) -> dict[int, float]:

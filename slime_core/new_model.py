@@ -37,6 +37,7 @@ def new_model(
     *,
     alphabet: str,
     tokens: Sequence[str] = (),
+    chat_template: str | None = None,
     seed: int = 0,
     initializer_range: float = 0.02,
 ) -> int:
@@ -58,6 +59,7 @@ def new_model(
             )
         )
     tokenizer = character_tokenizer(alphabet, tokens)
+    tokenizer.chat_template = chat_template
     config = AutoConfig.for_model(
         architecture,
         vocab_size=len(tokenizer),

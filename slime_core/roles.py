@@ -14,12 +14,14 @@ from slime_core.config.bound import BoundRun
 from slime_core.config.roles import BoundRole
 from slime_core.contracts.backend import Layout, TrainerSetup
 from slime_core.contracts.transport import SenderSetup
+from slime_core.errors import ConfigError
 from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher
 from slime_core.launch.trainers import TrainerLimits, Trainers
 from slime_core.materials import Materials
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.profile import ProfilePlan
 from slime_core.workers.trainer import TrainWorkerSpec
 
 
@@ -29,8 +31,11 @@ async def start_roles(
     """The ranks of every trained role, set up, by the role's name. `run_dir`: for what a weight transport writes."""
     started = {}
     for sharing in sharing_devices(run.roles):
+        with_engines = run.config.launcher.colocate and not sharing[0].own_devices
         offload = run.config.launcher.offload_train
-        devices = Devices(offload=(len(sharing) > 1 and device == "cuda") if offload is None else offload)
+        if offload is None:
+            offload = device == "cuda" and (len(sharing) > 1 or with_engines)
+        devices = Devices(offload=offload)
         specs = [worker_specs(run, role, materials, agreement, device, run_dir) for role in sharing]
         handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
         for role in sharing:
@@ -60,6 +65,17 @@ def worker_specs(
 ) -> list[TrainWorkerSpec]:
     config = run.config
     on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    debug = config.debug
+    if debug.record_memory_history and on == "cpu":
+        raise ConfigError("debug.record_memory_history: there is no CUDA device, and only its memory is recorded.")
+    profile = ProfilePlan(
+        folder=run_dir / "profile",
+        targets=debug.profile_target if debug.use_pytorch_profiler else (),
+        first=debug.profile_step_start,
+        end=debug.profile_step_end,
+        memory=debug.record_memory_history,
+        memory_steps=debug.memory_snapshot_num_steps,
+    )
     # The engines serve the policy.
     transport = run.transport if role.name == run.roles[0].name else None
     return [
@@ -68,6 +84,7 @@ def worker_specs(
             backend=role.backend.spec(),
             objective=ObjectiveSpec.of(role),
             temperature=config.rollout.rollout_temperature if role.loss.driver.uses_advantages else 1.0,
+            profile=profile,
             transport=None if transport is None else transport.spec(),
             setup=TrainerSetup(
                 role=role.name,

@@ -40,6 +40,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def traces(self) -> Path:
+        return self.path / "traces.jsonl"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 
@@ -50,6 +54,10 @@ class RunFolder:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def train_data(self) -> Path:
+        return self.path / "train_data"
 
     @property
     def hf(self) -> Path:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.table import read_groups, write_groups
@@ -16,6 +16,7 @@ from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
+from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import Tracker
 from slime_core.contracts.transport import EngineLink, WeightTransport
 from slime_core.errors import EngineError, Interrupted
@@ -33,23 +34,24 @@ from slime_core.hookspecs import (
     Run,
     StepTrained,
 )
+from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
+from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
+from slime_core.rollout.served import middleware_metrics
 from slime_core.rollout.supervisor import Admit
+from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-T = TypeVar("T")
 
 
 class Due(NamedTuple):
@@ -75,9 +77,12 @@ class Session:
     """None: the collector needs no engine, and none was started."""
     filters: Sequence[GroupFilter]
     client: EngineClient | None
+    middlewares: Mapping[str, RouterMiddleware]
+    """Of the client, by name; a second one of a name has its number behind it."""
     roles: Mapping[str, Trainers]
     """Every trained role by its name; the first is the policy, whose weights the engines get."""
-    learner: Learner
+    learner: Learner | RolloutOnly
+    residency: Residency
     transport: WeightTransport | None
     evaluator: Evaluator
     store: CheckpointStore
@@ -93,10 +98,15 @@ class Session:
     last_train: TrainReport | None = None
     publish_report: PublishReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    generation: dict[int, dict[str, float]] = field(default_factory=dict)
+    """How fast the groups of each step were generated."""
+    trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
+    evaluation: asyncio.Task[None] | None = None
+    """On the side."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Metrics of lost engines, for the next step's record."""
+    """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
     """Not set: the trainers have begun a step that `state` does not count yet."""
     bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -108,10 +118,12 @@ class Session:
 
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
+        await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
         self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
-        self.counts[step] = Counter()
+        # A step that a checkpoint broke off is collected again, and has counted already.
+        counts = self.counts.setdefault(step, Counter())
         context = RolloutContext(
             config=self.run.config.rollout,
             data=self.run.config.data,
@@ -120,9 +132,19 @@ class Session:
             runner=self.runner,
             filters=self.filters,
             observe=self._groups_finished,
-            counts=self.counts[step],
+            counts=counts,
+            version=version + step - self.state.rollout_id,
+            max_staleness=self.run.max_staleness,
         )
-        groups = await self.collector.collect(step, context)
+        # Of recorded train data the learner takes its steps from there.
+        recorded = self.run.config.train.load_debug_train_data is not None
+        groups = [] if recorded else await self.collector.collect(step, context)
+        if self.run.generates:
+            self.generation[step] = generation_metrics(
+                [sample for group in groups for sample in group.samples],
+                time.perf_counter() - began,
+                self.run.config.launcher.num_engines * self.run.config.launcher.rollout_num_gpus_per_engine,
+            )
         if self.run.config.rollout.dump_rollouts:
             self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
@@ -132,7 +154,7 @@ class Session:
                 rollout_id=step,
                 version=version,
                 groups=tuple(groups),
-                metrics=dict(self.counts[step]),
+                metrics=dict(counts),
                 seconds=time.perf_counter() - began,
             )
         )
@@ -141,7 +163,8 @@ class Session:
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
         self.between_steps.clear()
-        report = await self.learner.train(step, groups, self.state.version)
+        async with self.residency.train():
+            report = await self.learner.train(step, groups, self.state.version)
         self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
         return report
 
@@ -149,10 +172,22 @@ class Session:
         """The step is done: counts it and writes its metrics."""
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        perf = {**report.perf, "perf/rollout_time": rollout_s, "perf/step_time": step_s}
+        trained_s = report.perf["perf/train_time"]
+        waited_s = max(0.0, step_s - trained_s)
+        perf = {
+            **report.perf,
+            "perf/rollout_time": rollout_s,
+            "perf/step_time": step_s,
+            "perf/train_wait_time": waited_s,
+            "perf/wait_time_ratio": waited_s / step_s,
+            **self.generation.pop(step, {}),
+            **self.trace.metrics(),
+        }
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
+        if self.client is not None:
+            perf |= {**self.client.served.take(), **middleware_metrics(self.middlewares)}
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
         self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
@@ -185,8 +220,9 @@ class Session:
                 PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
             )
             await self.client.each("pause")
-            async with self.policy.turn():
+            async with self.residency.sync(self.policy):
                 self.publish_report = await self._push(self.transport, self.client)
+            await self.residency.rollout()
             await self.client.each("resume")
         self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
 
@@ -219,14 +255,18 @@ class Session:
             async with self.bringing_weights:
                 if self.transport is None:
                     return await admit(None)
-                async with self.policy.turn():
+                if self.residency.offloads and self.client is not None:
+                    # The trainer needs room: the others' requests wait too.
+                    await self.client.each("pause")
+                async with self.residency.sync(self.policy, beside=engine):
                     version = self.state.version
                     # A step may have begun while others had the trainers: then what they hold is no version yet.
                     if not self.between_steps.is_set():
                         continue
                     await engine.each("pause")
                     await self.transport.push(self.policy, engine, version)
-                    await engine.each("resume")
+                await self.residency.rollout(beside=engine)
+                await engine.each("resume")
                 return await admit(version)
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
@@ -236,10 +276,11 @@ class Session:
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
-            for name, trainers in self.roles.items():
-                (folder / "trainer" / name).mkdir(parents=True)
-                async with trainers.turn():
-                    await trainers.save(folder / "trainer" / name)
+            async with self.residency.train():
+                for name, trainers in self.roles.items():
+                    (folder / "trainer" / name).mkdir(parents=True)
+                    async with trainers.turn():
+                        await trainers.save(folder / "trainer" / name)
             self.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
@@ -256,30 +297,53 @@ class Session:
             )
         )
 
-    async def save_unsaved(self) -> None:
+    async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
         """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
         if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
-            await self.save([])
+            await self.save(ahead)
 
     async def evaluate(self, step: int) -> None:
-        """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first."""
+        """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first. On the
+        side, it goes on while the run does, until `evaluated`."""
         if not len(self.evaluator):
             return
-        report, groups = await self._unless_stopped(self.evaluator.evaluate(step, self.state.version))
+        await self.evaluated()
+        if self.run.config.eval.eval_on_the_side:
+            self.evaluation = asyncio.create_task(self._evaluate(step))
+        else:
+            await self._unless_stopped(self._evaluate(step))
+
+    async def evaluated(self) -> None:
+        """Returns when no evaluation is going on. Interrupted if the run is asked to stop before."""
+        if self.evaluation is not None:
+            evaluation, self.evaluation = self.evaluation, None
+            await self._unless_stopped(evaluation)
+
+    async def end_evaluation(self) -> None:
+        """Gives an evaluation on the side up."""
+        if self.evaluation is not None:
+            self.evaluation.cancel()
+            await asyncio.gather(self.evaluation, return_exceptions=True)
+            self.evaluation = None
+
+    async def _evaluate(self, step: int) -> None:
+        await self.residency.rollout()
+        version = self.state.version if self.publish_report is None else self.publish_report.version
+        report, groups = await self.evaluator.evaluate(step, version)
         if step < 0:
             self.state = replace(self.state, eval_before=self.accuracies(report))
         self.last_eval = report
         self._log(EVAL_AXIS, step + 1, report.metrics, step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
 
-    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, T]) -> T:
-        """Its result; Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
-        task, stop = asyncio.create_task(evaluation), asyncio.create_task(self.stop_requested.wait())
+    async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
+        """Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
+        task, stop = asyncio.ensure_future(evaluation), asyncio.create_task(self.stop_requested.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Interrupted("interrupted while evaluating")
-            return task.result()
+            task.result()
         finally:
             task.cancel()
             stop.cancel()
@@ -301,6 +365,7 @@ class Session:
         await self.publish()
         if not self.is_due(last).evaluate or self.last_eval is None:
             await self.evaluate(last)
+        await self.evaluated()
         self.ended_early = reason
 
     def raise_if_stopped(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,23 @@ import tomlkit
 
 from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, SlimeError
+from slime_core.engines import build_middlewares, start_engines
+from slime_core.errors import CheckpointError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
 from slime_core.launch.choose import build_launcher, choose_device
+from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher
+from slime_core.launch.residency import Residency
+from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner, LearnerPlan
 from slime_core.manifest import build_manifest
 from slime_core.materials import Materials, NoSource
@@ -33,14 +40,16 @@ from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
+from slime_core.rollout.trace import RolloutTrace
+from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.engine import EngineWorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,25 +142,42 @@ async def assemble_session(
     state: RunState,
 ) -> Session:
     """Starts trainers, engines and rewards, at the same time, and puts the session together."""
+    config = run.config
     agreement = Agreement.of(run.parts, run.registry.plugin_files)
-    with_engine = bool(run.collector.driver.needs_engine(run.collector.config) or run.evals)
+    with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
+    middlewares = build_middlewares(run)
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers_task = starting.create_task(start_roles(run, materials, launcher, agreement, device, folder.path))
-            client_task = starting.create_task(
-                start_client(run, materials, launcher, agreement, device, folder, with_engine)
+            trainers_task = starting.create_task(start_trained(run, materials, launcher, agreement, device, folder))
+            # An engine that shares devices takes what is left of them: the trainers are asleep by then.
+            first = trainers_task if config.launcher.colocate else None
+            engines_task = starting.create_task(
+                start_engines(run, materials, launcher, agreement, device, folder.path, middlewares, with_engine, first)
             )
             for part in reward_parts(run):
-                starting.create_task(rewards.warm(part.spec()))
+                limit = part.driver.timeout_s(part.config)
+                starting.create_task(rewards.warm(part.spec(), timeout_s=limit))
     except ExceptionGroup as group:
         # One of them stops the others; the user wants to know of that one.
         raise next(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
-    roles, client = trainers_task.result(), client_task.result()
+    roles, (client, teacher) = trainers_task.result(), engines_task.result()
+    residency = Residency(
+        next((trainers.devices for trainers in roles.values()), Devices()),
+        client,
+        shared=config.launcher.colocate,
+        offload_rollout=config.launcher.offloads_rollout(device),
+    )
 
-    def on_failure(failure: SampleFailure) -> None:
+    failures: Counter[str] = Counter()
+    trace = RolloutTrace(folder.traces if run.config.debug.trace_samples else None)
+    stack.callback(trace.close)
+
+    def on_failure(failure: SampleFailure, *, evaluation: bool) -> None:
+        if isinstance(failure.error, RewardError) and not evaluation:
+            failures[f"rollout/reward_outcome/{failure.error.outcome}"] += 1
         hooks.sample_failed(
             SampleFailed(
                 run=event,
@@ -164,17 +190,30 @@ async def assemble_session(
         )
 
     def on_batch(rollout_id: int, version: int, batch: Batch, columns: TokenColumns) -> None:
+        if run.config.debug.save_debug_train_data:
+            write_train_data(train_data_file(folder.train_data, rollout_id), batch, columns)
         hooks.batch_ready(BatchReady(run=event, rollout_id=rollout_id, version=version, batch=batch, columns=columns))
+
+    generators: dict[str, Generator] = {}
+
+    def generator(part: Part) -> Generator:
+        """Equal options share one: what it opens is opened once."""
+        key = part.spec().to_json()
+        if key not in generators:
+            generators[key] = part.build()
+            stack.push_async_callback(generators[key].close)
+        return generators[key]
 
     def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
         assert client is not None
         return GroupRunner(
             settings,
-            generator=generate.build(),
+            generator=generator(generate),
             client=client,
             tokenizer=materials.tokenizer,
             rewards=rewards,
-            on_failure=on_failure,
+            on_failure=partial(on_failure, evaluation=settings.evaluation),
+            on_trace=trace.add,
         )
 
     source = materials.source or NoSource()
@@ -189,9 +228,13 @@ async def assemble_session(
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
         client=client,
+        middlewares=middlewares,
         roles=roles,
-        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch),
-        transport=None if client is None or run.transport is None else run.transport.build(),
+        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
+        if roles
+        else RolloutOnly(run.config.debug),
+        residency=residency,
+        transport=None if client is None or run.transport is None or not roles else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),
         store=store,
         trackers=(),
@@ -199,7 +242,18 @@ async def assemble_session(
         state=state,
         kept_ahead=[],
         saved_rollout_id=state.rollout_id,
+        faults=failures,
+        trace=trace,
     )
+
+
+async def start_trained(
+    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str, folder: RunFolder
+) -> dict[str, Trainers]:
+    """The trained roles; none in a run that only generates."""
+    if run.config.rollout.debug_rollout_only:
+        return {}
+    return await start_roles(run, materials, launcher, agreement, device, folder.path)
 
 
 def supervise(session: Session, client: EngineClient, launcher: Launcher) -> EngineSupervisor:
@@ -218,58 +272,17 @@ def supervise(session: Session, client: EngineClient, launcher: Launcher) -> Eng
 
 async def restore(session: Session, checkpoint: Path) -> None:
     """Takes on what a checkpoint holds."""
-    for name, trainers in session.roles.items():
-        async with trainers.turn():
-            await trainers.load(checkpoint / "trainer" / name)
+    async with session.residency.train():
+        for name, trainers in session.roles.items():
+            async with trainers.turn():
+                await trainers.load(checkpoint / "trainer" / name)
     session.buffer.load(checkpoint / "buffer")
     session.kept_ahead = read_ahead(checkpoint, session.state)
 
 
-async def start_client(
-    run: BoundRun,
-    materials: Materials,
-    launcher: Launcher,
-    agreement: Agreement,
-    device: str,
-    folder: RunFolder,
-    with_engine: bool,
-) -> EngineClient | None:
-    if not with_engine:
-        return None
-    config = run.config
-    limit = materials.model_config.get("max_position_embeddings") or 2**20
-    specs = [
-        EngineWorkerSpec(
-            agreement=agreement,
-            engine=run.engine.spec(),
-            setup=EngineSetup(
-                index=index,
-                model_path=Path(config.model.hf_checkpoint),
-                device="cuda" if device == "cuda" else "cpu",
-                seed=config.seed + index,
-                max_context_len=min(limit, config.rollout.rollout_max_context_len or limit),
-                max_batch=config.rollout.concurrency,
-                run_dir=folder.path,
-                trust_remote_code=config.model.trust_remote_code,
-                num_devices=config.launcher.rollout_num_gpus_per_engine,
-            ),
-        )
-        for index in range(config.launcher.num_engines)
-    ]
-    engines, _ = await launcher.start_engines(specs)
-    return EngineClient(
-        engines,
-        concurrency=config.rollout.concurrency,
-        middlewares=[part.build() for part in run.middlewares],
-        max_losses=config.rollout.max_retries,
-        call_limit_s=config.rollout.engine_call_timeout,
-    )
-
-
 def reward_parts(run: BoundRun) -> list[Part]:
-    parts = [run.reward, *(settings.reward for settings in run.evals)]
-    unique = {part.spec().to_json(): part for part in parts if part is not None}
-    return list(unique.values())
+    rewards = [*run.rewards, *(reward for settings in run.evals for reward in settings.rewards)]
+    return list({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
 
 
 def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:
@@ -295,16 +308,11 @@ def training_settings(run: BoundRun) -> GroupSettings:
         ),
         seed=run.rollout_seed,
         max_context_len=rollout.rollout_max_context_len,
-        reward=run.reward,
-        reward_key=rollout.reward_key or default_key(run.reward),
+        scoring=ScoringPlan.of(run.rewards, rollout),
         evaluation=False,
         max_retries=rollout.max_retries,
-        fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
+        mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
     )
-
-
-def default_key(reward: Part | None) -> str | None:
-    return None if reward is None else reward.driver.reward_key
 
 
 def eval_tasks(
@@ -329,11 +337,9 @@ def eval_tasks(
             ),
             seed=run.rollout_seed,
             max_context_len=rollout.rollout_max_context_len,
-            reward=settings.reward,
-            reward_key=settings.reward_key or default_key(settings.reward),
+            scoring=ScoringPlan.of(settings.rewards, rollout),
             evaluation=True,
             max_retries=rollout.max_retries,
-            fail_sample_on_reward_failure=rollout.on_reward_failure == "fail_sample",
         )
         prompts = source.take(source.num_rows or 0)
         tasks.append(

@@ -38,6 +38,9 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
         mask=ragged([s.loss_mask if trains(s) else np.zeros_like(s.loss_mask) for s in samples], np.uint8),
         rollout_log_probs=ragged([s.rollout_log_probs for s in samples], np.float32),
         version=ragged([token_versions(s) for s in samples], np.int32),
+        token_reward=ragged([token_rewards(s) for s in samples], np.float32)
+        if any(s.span_rewards for s in samples)
+        else None,
     )
 
 
@@ -51,3 +54,14 @@ def token_versions(sample: Sample) -> np.ndarray[Any, np.dtype[np.int32]]:
     for version, start, end in sample.spans:
         versions[start:end] = version
     return versions
+
+
+def token_rewards(sample: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """(R,) each span's number at its last trained token; that of a span without one stays in the rest of the reward."""
+    earned = np.zeros(sample.response_length, np.float32)
+    if trains(sample):
+        for start, end, value in sample.span_rewards:
+            trained = np.flatnonzero(sample.loss_mask[start:end])
+            if len(trained):
+                earned[start + trained[-1]] += value
+    return earned

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample, SampleGroup
+from slime_core.types.sample import Sample, SampleGroup, Status
 
 
 class ItemKind(StrEnum):
@@ -46,8 +47,32 @@ class BufferItem:
     def group(self) -> SampleGroup:
         return SampleGroup(prompt=self.prompt, samples=self.samples)
 
+    def begun(self, step: int) -> BufferItem:
+        """The item in the hands of a step that works on it."""
+        return self if self.start_rollout_id is not None else replace(self, start_rollout_id=step)
+
     def as_returned(self, step: int) -> BufferItem:
         """The same prompt draw, to be generated from the start."""
         return BufferItem(
             prompt=self.prompt, kind=ItemKind.RETURNED, added_step=step, start_rollout_id=self.start_rollout_id
         )
+
+    def as_it_was(self, step: int) -> BufferItem:
+        """As it was taken: to be generated from the start, or from what was kept before."""
+        return replace(self, added_step=step) if self.samples else self.as_returned(step)
+
+    def as_surplus(self, step: int, group: SampleGroup) -> BufferItem:
+        """With its finished group."""
+        return replace(self, kind=ItemKind.SURPLUS, samples=group.samples, added_step=step)
+
+    def as_broken_off(self, step: int, samples: Sequence[Sample]) -> BufferItem:
+        """With what there is of its answers: finished ones, and the tokens of the others."""
+        kept = tuple(sample for sample in samples if sample.status is not Status.FAILED and is_begun(sample))
+        if not kept:
+            return self.as_returned(step)
+        return replace(self, kind=ItemKind.PARTIAL, samples=kept, added_step=step)
+
+
+def is_begun(sample: Sample) -> bool:
+    """Whether there is anything to keep of it."""
+    return sample.response_length > 0 or sample.status in (Status.COMPLETED, Status.TRUNCATED)

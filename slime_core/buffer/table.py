@@ -22,9 +22,10 @@ from slime_core.buffer.atomic_file import write_atomically
 from slime_core.buffer.json_text import json_text
 from slime_core.errors import DataError
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
+from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_SPAN_REWARD: Final = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("value", pa.float64())])
 
 SCHEMA: Final = pa.schema(
     [
@@ -44,6 +45,7 @@ SCHEMA: Final = pa.schema(
         ("tools", pa.string()),
         pa.field("prompt_metadata", pa.string(), nullable=False),
         ("metadata", pa.string()),
+        ("counts", pa.map_(pa.string(), pa.float64())),
         pa.field("origin", pa.string(), nullable=False),
         pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
         ("prompt_length", pa.int32()),
@@ -51,6 +53,7 @@ SCHEMA: Final = pa.schema(
         ("loss_mask", pa.list_(pa.uint8())),
         ("rollout_log_probs", pa.list_(pa.float32())),
         ("spans", pa.list_(_SPAN)),
+        ("span_rewards", pa.list_(_SPAN_REWARD)),
     ]
 )
 
@@ -85,10 +88,12 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         ],
         "status": [None if sample is None else sample.status.value for sample in samples],
         "reward_parts": [None if sample is None else list(sample.reward_parts.items()) for sample in samples],
+        "counts": [None if sample is None else list(sample.counts.items()) for sample in samples],
         "tokens": _ragged(of_sample("tokens"), np.int32),
         "loss_mask": _ragged(of_sample("loss_mask"), np.uint8),
         "rollout_log_probs": _ragged(of_sample("rollout_log_probs"), np.float32),
         "spans": [None if sample is None else [span._asdict() for span in sample.spans] for sample in samples],
+        "span_rewards": [None if sample is None else [s._asdict() for s in sample.span_rewards] for sample in samples],
     }
     for name in ("index", "rollout_id", "credit_key", "reward", "remove_sample", "response", "prompt_length"):
         columns[name] = of_sample(name)
@@ -222,9 +227,11 @@ def _read_sample(row: int, plain: dict[str, Any], lists: dict[str, Any], prompt:
         status=Status(plain["status"][row]),
         reward=plain["reward"][row],
         reward_parts=dict(plain["reward_parts"][row]),
+        span_rewards=tuple(SpanReward(**span) for span in plain["span_rewards"][row]),
         credit_key=plain["credit_key"][row],
         remove_sample=plain["remove_sample"][row],
         metadata=_from_json(plain["metadata"][row]),
+        counts=dict(plain["counts"][row]),
     )
 
 

@@ -75,10 +75,10 @@ class Console:
     @hookimpl
     def step_trained(self, event: StepTrained) -> None:
         rollout, perf = event.report.rollout, event.report.perf
-        learnt = f"loss {event.report.steps[-1].get('train/loss', 0.0):.3f}"
+        learnt = f"loss {event.report.steps[-1].get('train/loss', 0.0):.3f}" if event.report.steps else "not trained"
         if self._run.algo.uses_rewards:
             learnt = f"reward {rollout['rollout/raw_reward']:.3f}"
-        status = f"{learnt}  {perf['perf/train_tok_per_s']:,.0f} tok/s trained"
+        status = f"{learnt}  {perf.get('perf/train_tok_per_s', 0.0):,.0f} tok/s trained"
         if self._task is not None:
             self._progress.update(self._task, completed=event.rollout_id + 1, status=status)
         if not self._rich.is_terminal and event.rollout_id % self._line_interval == 0:

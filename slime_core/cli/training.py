@@ -94,7 +94,7 @@ async def export_hf(session: Session) -> None:
         # Written aside first.
         aside = final.with_name(f".{final.name}.writing")
         aside.mkdir(exist_ok=True)
-        async with trainers.turn():
+        async with session.residency.train(), trainers.turn():
             await trainers.each("save_hf", aside)
         session.tokenizer.save_pretrained(aside)
         if final.exists():

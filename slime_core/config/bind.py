@@ -6,7 +6,7 @@ Nothing is built here and nothing heavy is imported: `slime run --dry-run` and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from slime_core import groups
 from slime_core.config.algo import AlgoConfig
-from slime_core.config.bound import BoundAlgo, BoundEvalSet, BoundRun, Part
+from slime_core.config.bound import BoundAlgo, BoundEngines, BoundEvalSet, BoundReward, BoundRun, Part
 from slime_core.config.checks import cross_checks
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.roles import LOSS_KEYS
@@ -71,6 +71,17 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         if part is not None:
             role_backends[role] = part
     engine = binder.part(groups.ENGINES, config.engine, "engine")
+    teacher = None
+    if (row := config.engines.teacher) is not None:
+        of_row = engine if row.engine is None else binder.part(groups.ENGINES, row.engine, "engines.teacher.engine")
+        if of_row is not None:
+            teacher = BoundEngines(
+                name="teacher",
+                engine=of_row,
+                model_path=Path(row.load),
+                num_engines=row.num_engines,
+                num_devices=row.num_gpus_per_engine,
+            )
     transport_name = config.sync.transport or (
         engine.driver.transports[0] if engine and engine.driver.transports else None
     )
@@ -80,9 +91,13 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         transport = binder.part(groups.TRANSPORTS, table, "sync")
     source_table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
     source = binder.part(groups.SOURCES, source_table, "data")
-    reward = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
+    rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
-    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or "accepted")
+    own_collector = "pool" if config.rollout.in_flight or config.rollout.partial_rollout else "accepted"
+    collector_table = config.rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or own_collector)
+    if config.rollout.load_debug_rollout_data is not None:
+        dump = {"name": "replay", "folder": config.rollout.load_debug_rollout_data}
+        collector_table = PluginTable.model_validate(dump)
     collector = binder.part(groups.COLLECTORS, collector_table, "rollout.collector")
     buffer_filter = binder.part(
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
@@ -97,7 +112,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     )
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
-    evals = tuple(bind_eval_set(config, name, binder, reward, generate) for name in config.eval.datasets)
+    sets = () if config.train.debug_train_only else config.eval.datasets
+    evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
 
     # What eval.defaults says is bound for each set.
     binder.problems[:] = dict.fromkeys(binder.problems)
@@ -113,7 +129,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         engine=engine,
         transport=transport,
         source=source,
-        reward=reward,
+        rewards=rewards,
         generate=generate,
         collector=collector,
         buffer_filter=buffer_filter,
@@ -121,6 +137,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         trackers=trackers,
         middlewares=middlewares,
         evals=evals,
+        teacher=teacher,
         role_backends=role_backends,
     )
     if contradictions := cross_checks(run):
@@ -231,8 +248,37 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
     )
 
 
+def bind_rewards(config: RunConfig, binder: Binder) -> tuple[BoundReward, ...]:
+    """The run's rewards: one, or several with their weights."""
+    if not config.rewards:
+        part = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
+        return () if part is None else (one_reward(part, config.rollout.reward_key),)
+    if config.reward is not None:
+        binder.problems.append("reward and rewards: say `reward` for one, or list all of them in `rewards`.")
+    if config.rollout.reward_key is not None:
+        binder.problems.append(
+            "rollout.reward_key: with several rewards each has its own: put reward_key into its table in `rewards`."
+        )
+    bound = []
+    for number, table in enumerate(config.rewards):
+        part = binder.part(groups.REWARDS, table, f"rewards[{number}]")
+        if part is not None:
+            reward = one_reward(part, table.reward_key)
+            bound.append(replace(reward, weight=table.weight, label=table.label or table.name))
+    labels = [reward.label for reward in bound]
+    binder.problems.extend(
+        f'rewards: two are called "{label}", and metrics need a name for each: give one a `label`.'
+        for label in sorted({label for label in labels if labels.count(label) > 1})
+    )
+    return tuple(bound)
+
+
+def one_reward(part: Part, reward_key: str | None) -> BoundReward:
+    return BoundReward(part=part, label=part.name, reward_key=reward_key or part.driver.reward_key)
+
+
 def bind_eval_set(
-    config: RunConfig, name: str, binder: Binder, reward: Part | None, generate: Part | None
+    config: RunConfig, name: str, binder: Binder, rewards: tuple[BoundReward, ...], generate: Part | None
 ) -> BoundEvalSet:
     """Precedence per field: set > eval.defaults > eval_* > rollout_* (or the data table's key)."""
     own, evals, rollout, data = config.eval.datasets[name], config.eval, config.rollout, config.data
@@ -252,6 +298,13 @@ def bind_eval_set(
     def pick(field: str, *fallbacks: Any) -> Any:
         return first(getattr(own, field), getattr(evals.defaults, field), *fallbacks)
 
+    def bound_rewards() -> tuple[BoundReward, ...]:
+        own_part = bound(groups.REWARDS, "reward", None)
+        key = pick("reward_key", evals.eval_reward_key, rollout.reward_key)
+        if own_part is not None:
+            return (one_reward(own_part, key),)
+        return tuple(replace(reward, reward_key=key or reward.reward_key) for reward in rewards)
+
     fallback_temperature = first(evals.eval_temperature, rollout.rollout_temperature)
     return BoundEvalSet(
         name=name,
@@ -266,8 +319,7 @@ def bind_eval_set(
         repetition_penalty=pick("repetition_penalty", 1.0),
         stop=pick("stop", rollout.rollout_stop),
         stop_token_ids=pick("stop_token_ids", rollout.rollout_stop_token_ids),
-        reward=bound(groups.REWARDS, "reward", reward),
-        reward_key=pick("reward_key", evals.eval_reward_key, rollout.reward_key),
+        rewards=bound_rewards(),
         generate=bound(groups.GENERATORS, "generate", generate),
         input_key=pick("input_key", evals.eval_input_key, data.input_key),
         label_key=pick("label_key", evals.eval_label_key, data.label_key),

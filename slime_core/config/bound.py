@@ -149,6 +149,17 @@ class BoundAlgo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundReward:
+    """One of the rewards that make up what samples earn."""
+
+    part: Part
+    weight: float = 1.0
+    label: str
+    reward_key: str | None
+    """Which of its named numbers counts, if it has several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundEvalSet:
     """One evaluation set with nothing left to default."""
 
@@ -164,8 +175,7 @@ class BoundEvalSet:
     repetition_penalty: float
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
-    reward: Part | None
-    reward_key: str | None
+    rewards: tuple[BoundReward, ...]
     generate: Part | None
     input_key: str
     label_key: str | None
@@ -174,6 +184,19 @@ class BoundEvalSet:
     apply_chat_template: bool
     pass_threshold: float
     metadata_overrides: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundEngines:
+    """Engines of a model that is not trained."""
+
+    name: str
+    """Of the row in the engines table."""
+    engine: Part
+    model_path: Path
+    num_engines: int
+    num_devices: int
+    """Of one engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +212,8 @@ class BoundRun:
     engine: Part
     transport: Part | None
     source: Part
-    reward: Part | None
+    rewards: tuple[BoundReward, ...]
+    """What is trained on is their weighted sum; empty: no reward."""
     generate: Part
     collector: Part
     buffer_filter: Part
@@ -197,6 +221,7 @@ class BoundRun:
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
     evals: tuple[BoundEvalSet, ...] = field(default=())
+    teacher: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
 
@@ -208,16 +233,41 @@ class BoundRun:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
-        evals = [p for e in self.evals for p in (e.reward, e.generate) if p is not None]
-        optional = [p for p in (self.transport, self.reward) if p is not None]
+        evals = [p for e in self.evals for p in (*(r.part for r in e.rewards), e.generate) if p is not None]
+        of_teacher = None if self.teacher is None else self.teacher.engine
+        optional = [p for p in (self.transport, of_teacher) if p is not None]
+        rewards = [reward.part for reward in self.rewards]
         return (
-            self.backend, *self.role_backends.values(), self.engine, *optional, self.source, self.generate, self.collector,
-            self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
+            self.backend, *self.role_backends.values(), self.engine, *optional, *rewards, self.source, self.generate,
+            self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
         )  # fmt: skip
+
+    @property
+    def generates(self) -> bool:
+        """Whether training steps need an engine."""
+        recorded = self.config.train.load_debug_train_data is not None
+        return not recorded and bool(self.collector.driver.needs_engine(self.collector.config))
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether training steps need the data source."""
+        recorded = self.config.train.load_debug_train_data is not None
+        return not recorded and bool(self.collector.driver.reads_prompts(self.collector.config))
 
     @property
     def rollout_seed(self) -> int:
         return self.config.rollout_seed
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a token may be behind when it is trained."""
+        asked = self.config.rollout.max_staleness
+        return self.least_staleness if asked is None else asked
+
+    @property
+    def least_staleness(self) -> int:
+        """What rollouts that are never late are behind at most."""
+        return self.config.rollout.ahead + self.config.sync.update_weights_interval - 1
 
     @property
     def num_ranks(self) -> int:

@@ -22,6 +22,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         advantages,
         collector,
         rewards,
+        debug_parts,
         teacher,
         asked_roles,
         settings_without_role,
@@ -30,6 +31,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         corrections,
         sampling,
         transport,
+        colocation,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -80,14 +82,39 @@ def run_length(run: BoundRun) -> list[str]:
 
 def asynchrony(run: BoundRun) -> list[str]:
     rollout, interval = run.config.rollout, run.config.sync.update_weights_interval
-    worst = rollout.ahead + interval - 1
-    allowed = rollout.max_staleness
-    if allowed is not None and allowed < worst:
-        return [
+    worst, allowed = run.least_staleness, run.max_staleness
+    problems = []
+    if allowed < worst:
+        problems.append(
             f"rollout.max_staleness = {allowed}, but rollouts {rollout.ahead} step(s) ahead with update_weights_interval "
             f"{interval} are up to {worst} version(s) behind: say --max-staleness {worst} or more."
-        ]
-    return []
+        )
+    if rollout.partial_rollout and allowed == 0:
+        problems.append(
+            "rollout.partial_rollout = true: an answer that goes on in a later step has tokens of an older policy, and "
+            "max_staleness is 0. Say --max-staleness with the number of steps that an answer may take beyond its first."
+        )
+    if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
+        problems.append(
+            "rollout.mask_offpolicy_in_partial_rollout = true: nothing is broken off without --partial-rollout. For "
+            "rollouts that run ahead there is --on-stale mask_old_spans."
+        )
+    if rollout.in_flight and rollout.ahead == 0:
+        problems.append(
+            "rollout.update_weights_in_flight = true: with ahead = 0 nothing runs while weights are published. Say "
+            "--ahead 1 or more."
+        )
+    if rollout.in_flight and Capability.VERSION_SPANS not in run.engine.driver.may_offer:
+        problems.append(
+            f'rollout.update_weights_in_flight = true: engine "{run.engine.name}" does not say which policy wrote which '
+            "tokens of an answer. Say --no-update-weights-in-flight."
+        )
+    if rollout.partial_rollout and not run.collector.driver.across_steps:
+        problems.append(
+            f'rollout.partial_rollout = true: collector "{run.collector.name}" begins every step anew. Leave '
+            "--rollout.collector out."
+        )
+    return problems
 
 
 def group_baseline(run: BoundRun) -> list[str]:
@@ -131,11 +158,43 @@ def collector(run: BoundRun) -> list[str]:
 
 
 def rewards(run: BoundRun) -> list[str]:
-    if run.reward is None and run.algo.uses_rewards:
+    if not run.rewards and run.algo.uses_rewards:
         return [
             f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
         ]
-    return []
+    deaf = [part.name for part in run.algo.estimators if part.driver.uses_rewards and not part.driver.accepts_spans]
+    return [
+        f'{reward.part.where}: "{reward.label}" rewards spans of a response, and advantage "{deaf[0]}" gives all tokens of '
+        "one the same credit. Choose an advantage that takes them: `slime plugins show NAME` says so."
+        for reward in run.rewards
+        if reward.part.driver.gives_spans and deaf
+    ]
+
+
+def debug_parts(run: BoundRun) -> list[str]:
+    """Half a run, or one that is fed from a file."""
+    rollout, train, problems = run.config.rollout, run.config.train, []
+    if rollout.debug_rollout_only and (train.debug_train_only or train.load_debug_train_data is not None):
+        problems.append(
+            "rollout.debug_rollout_only and train.debug_train_only (or load_debug_train_data): one of the two halves has to "
+            "run. Choose one of them."
+        )
+    if train.debug_train_only and run.generates:
+        problems.append(
+            "train.debug_train_only: there is nothing to train on: say --load-debug-rollout-data FOLDER (made with "
+            "--dump-rollouts) or --load-debug-train-data FOLDER (made with --save-debug-train-data)."
+        )
+    if rollout.load_debug_rollout_data is not None and rollout.collector is not None:
+        problems.append(
+            "rollout.load_debug_rollout_data and rollout.collector both say where groups come from: drop one."
+        )
+    debug = run.config.debug
+    if debug.use_pytorch_profiler and debug.profile_step_end <= debug.profile_step_start:
+        problems.append(
+            f"debug.profile_step_end = {debug.profile_step_end} must be more than profile_step_start = "
+            f"{debug.profile_step_start}."
+        )
+    return problems
 
 
 def corrections(run: BoundRun) -> list[str]:
@@ -170,11 +229,32 @@ def sampling(run: BoundRun) -> list[str]:
 
 def transport(run: BoundRun) -> list[str]:
     serves = run.engine.driver.transports
-    if run.transport is not None and run.transport.entry.name not in serves:
+    if run.transport is None:
+        return []
+    if run.transport.entry.name not in serves:
         return [
             f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
         ]
-    return []
+    return list(run.transport.driver.problems(run.transport.config, run.engine.config))
+
+
+def colocation(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    if launcher.colocate and run.config.rollout.ahead:
+        problems.append(
+            f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
+            f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+        )
+    if launcher.offload_rollout is not None and not launcher.colocate:
+        problems.append(
+            f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
+            "Say --colocate, or leave it out."
+        )
+    if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
+        problems.append(
+            f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
+        )
+    return problems
 
 
 def local_launcher(run: BoundRun) -> list[str]:

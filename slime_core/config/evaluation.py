@@ -70,6 +70,11 @@ class EvalConfig(Table):
     """Rollout steps between evaluations; by default only before and after."""
     skip_eval_before_train: bool = False
     """No evaluation before the first step."""
+    eval_on_the_side: bool = False
+    """Training goes on while an evaluation runs; a checkpoint waits for its end. Its figures are those of the versions
+    in eval/version_min and eval/version_max."""
+    eval_holds_weights: bool = True
+    """A publish waits for the end of an evaluation on the side, so that it has one version."""
     eval_prompt_data: tuple[str, ...] = ()
     """NAME PATH pairs, as slime has them; the table `datasets` says more."""
     datasets: dict[str, EvalSet] = Field(default_factory=dict)

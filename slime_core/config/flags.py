@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,6 +22,9 @@ from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError, near_matches
+
+ALIASES: Final = {"async-buffer-size": "ahead"}
+"""Names that others have for a flag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ class FlagTable:
 
     def find(self, name: str) -> tuple[Flag | None, bool]:
         """The flag, and whether it was said as --no-NAME."""
-        dashed = name.replace("_", "-")
+        dashed = ALIASES.get(name.replace("_", "-"), name.replace("_", "-"))
         # A path has underscores, a plugin's option behind a prefix (`--collector.some-key`) has dashes.
         spelled = dashed if "." not in name or dashed in self.by_name else name.replace("-", "_")
         if spelled in self.by_name:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from slime_core.config.bound import BoundRun
+from slime_core.config.bound import BoundEngines, BoundRun
 from slime_core.config.roles import LOSS_KEYS
 from slime_core.config.run import RoleConfig
+from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 from slime_core.errors import unknown_name
 
@@ -82,14 +83,41 @@ def needs(run: BoundRun) -> list[str]:
 
 def teacher(run: BoundRun) -> list[str]:
     """A teacher that is wanted has a folder, and one that is given is wanted."""
-    folder, algo = run.config.model.opd_teacher_load, run.algo
+    folder, algo, engines = run.config.model.opd_teacher_load, run.algo, run.teacher
     readers = sorted({part.name for part in algo.parts if Need.TEACHER_LOGPROBS in getattr(part.driver, "needs", ())})
     wanted = Need.TEACHER_LOGPROBS in algo.needs
+    if engines is not None:
+        return teacher_engines(run, engines, wanted=wanted)
     if wanted and folder is None:
         return [
             f'model.opd_teacher_load: {", ".join(readers)} of algorithm "{algo.name}" compares with a teacher, and none is '
-            "given. Say --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer."
+            "given. Say --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer; or, for engines of its own, "
+            "--engines.teacher.load FOLDER."
         ]
     if folder is not None and not wanted:
         return [f'model.opd_teacher_load: no part of algorithm "{algo.name}" compares with a teacher. Leave it out.']
     return []
+
+
+def teacher_engines(run: BoundRun, engines: BoundEngines, *, wanted: bool) -> list[str]:
+    """A teacher behind engines of its own."""
+    problems, temperature = [], run.config.rollout.rollout_temperature
+    if not wanted:
+        problems.append(
+            f'engines.teacher: no part of algorithm "{run.algo.name}" compares with a teacher. Leave it out.'
+        )
+    if run.config.model.opd_teacher_load is not None:
+        problems.append(
+            "engines.teacher and model.opd_teacher_load: the teacher stands behind engines or beside the trainer. Leave one "
+            "of them out."
+        )
+    if Capability.SCORES not in engines.engine.driver.may_offer:
+        problems.append(f'engines.teacher: engine "{engines.engine.name}" gives no log-probs of given tokens.')
+    if temperature != 1:
+        problems.append(
+            f"engines.teacher, rollout.rollout_temperature = {temperature}: engines give log-probs at temperature 1. Use that, "
+            "or model.opd_teacher_load."
+        )
+    if run.config.launcher.colocate:
+        problems.append("engines.teacher, launcher.colocate = true: a teacher behind engines needs devices of its own.")
+    return problems

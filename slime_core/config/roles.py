@@ -121,7 +121,7 @@ def actor(run: BoundRun) -> BoundRole:
     if wants_reference:
         column = Need.REF_LOGPROBS
         scoring.append(Scoring(column=column, output="log_probs", weights=REFERENCE, by_others=column in others))
-    if Need.TEACHER_LOGPROBS in algo.needs:
+    if Need.TEACHER_LOGPROBS in algo.needs and run.teacher is None:
         column = Need.TEACHER_LOGPROBS
         scoring.append(Scoring(column=column, output="log_probs", weights=TEACHER, by_others=column in others))
     given = {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.TEACHER_LOGPROBS, Need.ENTROPY, *algo.loss_needs}
@@ -149,7 +149,7 @@ def actor(run: BoundRun) -> BoundRole:
             old_from_current=old_is_current,
             old_from_rollout=keys.use_rollout_logprobs,
         ),
-        needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES},
+        needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
         backend=run.backend,
         model_path=Path(model.hf_checkpoint),
         optimizer=run.config.train.optimizer_config(),

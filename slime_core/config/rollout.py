@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.table import Table
+from slime_core.contracts.paths import RunPath
+
+RewardPolicy: TypeAlias = Literal["error", "fail_sample", "leave_out", "zero"]
 
 
 class RolloutConfig(Table):
@@ -72,22 +75,56 @@ class RolloutConfig(Table):
     refill: Literal["drained", "eager"] = "drained"
     """When slots of rejected groups are filled again: once everything in flight has ended, which keeps batch composition,
     and so every bit, reproducible; or at once, which is faster with long tails."""
-    ahead: int = Field(0, ge=0, le=1)
-    """Steps that rollouts run ahead of training."""
+    ahead: int = Field(0, ge=0)
+    """Steps that rollouts run ahead of training. 0: in turn with it; 1: the next step is generated meanwhile; more: fully
+    asynchronous, at most (ahead + version + 1) x rollout_batch_size groups accepted or running since the start."""
     max_staleness: int | None = Field(None, ge=0)
     """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""
+    on_stale: Literal["requeue", "drop", "mask_old_spans"] = "requeue"
+    """What becomes of a finished group with older tokens: it is generated again from its prompt, dropped, or trained
+    without those tokens; counted."""
+    update_weights_in_flight: bool | None = None
+    """Publish while rollouts are under way: engines are paused for it, and what they write then goes on under the new
+    weights. Off: a publish waits for the step that is being collected. By default on with `ahead` above 1."""
+    partial_rollout: bool = False
+    """When a step has its groups, break off what still runs and go on with its tokens in a later step (with
+    over_sampling_batch_size there is something to break off). Needs max_staleness of 1 or more."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train the tokens that an answer had when it was broken off, if a newer policy went on with it."""
     concurrency: int = Field(512, gt=0)
     """Samples in flight per engine."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
+    reward_choice_key: str | None = None
+    """Key of the samples' metadata that says which of the run's rewards count for them: a name, or a list of names. Without
+    the key in the metadata, all of them."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds that a reward may take for one group."""
+    """Seconds that a reward may take for one group, unless it says itself how long it may."""
     reward_workers: int = Field(1, gt=0)
     """Worker processes for rewards."""
-    on_reward_failure: Literal["error", "fail_sample"] = "error"
-    """A reward that raises, times out or is not finite stops the run, or fails the group's samples (counted)."""
+    reward_retries: int = Field(1, ge=0)
+    """How often a group is scored again when there was no answer in time, or a worker process or a service was lost."""
+    on_reward_failure: RewardPolicy = "error"
+    """When a sample could not be scored: the run stops (error); the sample fails, and its group is handled as
+    on_failed_group says (fail_sample); the sample alone is left out of the batch and of its group's statistics (leave_out);
+    or its reward is 0 (zero). Counted: rollout/reward_outcome/*."""
+    on_reward_wrong: RewardPolicy | None = None
+    """The same for rewards that raise, or are no finite number; by default on_reward_failure."""
+    on_reward_timeout: RewardPolicy | None = None
+    """The same for rewards that gave no answer in time; by default on_reward_failure."""
+    on_reward_infra: RewardPolicy | None = None
+    """The same for lost worker processes and services; by default on_reward_failure."""
     dump_rollouts: bool = False
     """Write each step's groups to rollouts/*.parquet in the run folder."""
+    load_debug_rollout_data: RunPath | None = None
+    """Folder of such a dump: steps come from there, as with the collector replay."""
+    debug_rollout_only: bool = False
+    """Generate and score, and train nothing: no trainer is started, and the engines keep the weights that they loaded."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Rollouts go on while weights are published."""
+        return self.ahead > 1 if self.update_weights_in_flight is None else self.update_weights_in_flight
 
     @property
     def wave(self) -> int:

@@ -65,6 +65,44 @@ class RolesConfig(Table):
     """Learns the values of states."""
 
 
+class RewardTable(PluginTable):
+    """One of several rewards: its name, what it counts, and its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """What its number is multiplied by."""
+    label: str | None = Field(None, min_length=1)
+    """What metrics and samples call it; by default its name."""
+    reward_key: str | None = None
+    """Which of its named numbers counts; by default the reward's own choice."""
+
+
+class EngineRow(Table):
+    """Engines with a model of their own, which is not trained."""
+
+    load: RunPath
+    """Hugging Face folder of its weights, with the trained model's tokenizer."""
+    engine: PluginTable | None = None
+    """Engine; by default the run's, with its options."""
+    num_gpus: int | None = Field(None, gt=0)
+    """Devices, on CPU processes; by default one engine's."""
+    num_gpus_per_engine: int = Field(1, gt=0)
+    """Devices of one engine."""
+
+    @property
+    def num_engines(self) -> int:
+        return max(1, (self.num_gpus or self.num_gpus_per_engine) // self.num_gpus_per_engine)
+
+
+class EnginesConfig(Table):
+    """Engines beside the policy's, a row for each model that they serve."""
+
+    teacher: EngineRow | None = None
+    """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
+    (model.opd_teacher_load), and on devices of its own."""
+
+
 class LauncherConfig(Table):
     """Where the roles run."""
 
@@ -81,8 +119,10 @@ class LauncherConfig(Table):
     critic_num_gpus_per_node: int | None = Field(None, gt=0)
     """Ranks per machine of a critic with devices of its own; by default it shares the actor's."""
     offload_train: bool | None = None
-    """Trained roles that share devices sleep, with their memory on the host, while another one works. By default on for
-    roles that share GPUs."""
+    """Trained roles that share devices sleep, with their memory on the host, while another one works, or the engines. By
+    default on for roles that share GPUs, with one another or with engines."""
+    offload_rollout: bool | None = None
+    """Engines on the trainer's devices give their memory back while it trains. By default on with colocate on GPUs."""
     rollout_num_gpus: int | None = Field(None, gt=0)
     """Devices for engines, on CPU processes; by default one engine's."""
     rollout_num_gpus_per_engine: int = Field(1, gt=0)
@@ -90,11 +130,15 @@ class LauncherConfig(Table):
     num_gpus_per_node: int = Field(8, gt=0)
     """Devices of a machine."""
     colocate: bool = False
-    """Trainer and engines share the devices."""
+    """Trainer and engines share the devices, and take turns on them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     num_cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
+
+    def offloads_rollout(self, device: str) -> bool:
+        """Whether engines give memory back between rollouts."""
+        return self.colocate and (device == "cuda" if self.offload_rollout is None else self.offload_rollout)
 
     @property
     def num_engines(self) -> int:
@@ -135,6 +179,32 @@ class DebugConfig(Table):
 
     print_completions_interval: int | None = Field(None, gt=0)
     """Print a few completions every so many rollout steps."""
+    log_passrate: bool = False
+    """Log pass@k of the training rollouts (rollout/passrate/pass@k) also when rewards are not just fail and pass: those with
+    reward 1 pass."""
+    log_reward_category: str | None = None
+    """One of the numbers that the reward returns: log the share of samples with each value (rollout/error_cat/VALUE)."""
+    log_correct_samples: bool = False
+    """Log lengths and entropy of the samples with reward 1 (rollout/correct/*)."""
+    log_multi_turn: bool = False
+    """Log how many turns samples have, and how long they are (rollout/multi_turn/*)."""
+    save_debug_train_data: bool = False
+    """Write train_data/*.parquet in the run folder: each step's batch with scores, advantages and loss weights."""
+    use_pytorch_profiler: bool = False
+    """Write profile/*.json in the run folder: what the trainer's ranks do, for Perfetto or chrome://tracing."""
+    profile_target: tuple[Literal["train_actor", "train_log_probs"], ...] = ("train_actor",)
+    """What is profiled: the optimiser steps of a rollout step, of every trained role; each forward without gradient."""
+    profile_step_start: int = Field(1, ge=0)
+    """First call that is profiled, counted from 0 at the start of an attempt; the very first one is slower than others."""
+    profile_step_end: int = Field(2, gt=0)
+    """First call after it that is not."""
+    record_memory_history: bool = False
+    """Record allocations of CUDA memory in the trainer's ranks: profile/*-memory-*.pickle, for pytorch.org/memory_viz, when a
+    step fails."""
+    memory_snapshot_num_steps: int | None = Field(None, gt=0)
+    """And after so many rollout steps."""
+    trace_samples: bool = False
+    """Write traces.jsonl in the run folder: for each sample its turns, and how long it waited, was generated and scored."""
 
 
 class PrepareConfig(Table):
@@ -142,6 +212,8 @@ class PrepareConfig(Table):
 
     script: RunPath
     """Python file, run once with this interpreter in the run file's folder."""
+    script_arguments: tuple[str, ...] = ()
+    """Words for its command line."""
     creates: tuple[RunPath, ...]
     """It runs when one of these is missing, and must leave all of them."""
 
@@ -166,12 +238,15 @@ class RunConfig(Table):
     backend: PluginTable
     engine: PluginTable
     reward: PluginTable | None = None
+    rewards: tuple[RewardTable, ...] = ()
+    """Several rewards instead of one: what counts is the sum of weight x reward."""
     generate: PluginTable = PluginTable(name="single_turn")
     algo: PluginTable
     rollout: RolloutConfig
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     roles: RolesConfig = RolesConfig()
+    engines: EnginesConfig = EnginesConfig()
     launcher: LauncherConfig = LauncherConfig()
     sync: SyncConfig = SyncConfig()
     router: RouterConfig = RouterConfig()

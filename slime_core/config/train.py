@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from slime_core.config.table import Table
+from slime_core.contracts.paths import RunPath
 
 
 class OptimizerConfig(Table):
@@ -99,6 +100,11 @@ class TrainConfig(OptimizerConfig):
     """When failures leave fewer rollouts than a step needs."""
     ref_update_interval: int | None = Field(None, gt=0)
     """Copy the actor over the reference every so many rollouts."""
+    load_debug_train_data: RunPath | None = None
+    """Folder of train data (train_data/ of a run with save_debug_train_data): its steps are trained on again, as they were
+    scored and credited; nothing is generated."""
+    debug_train_only: bool = False
+    """No engine is started and nothing is evaluated: steps come from load_debug_rollout_data or load_debug_train_data."""
 
     def optimizer_config(self) -> OptimizerConfig:
         return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})

@@ -1,8 +1,8 @@
 """TrainBackend: one rank's view of a trainable model.
 
 Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_tensors`, `save`, `sleep`, `wake`, then
-`close`; between `sleep` and `wake` only `close`. All ranks of a role make the same calls in the same order with equally
-many micro-batches.
+`close`; between `sleep` and `wake` only `close`, and with the weights alone what `sleep` says. All ranks of a role make
+the same calls in the same order with equally many micro-batches.
 """
 
 from __future__ import annotations
@@ -163,11 +163,13 @@ class TrainBackend(ABC):
         """Copies the trained weights over the frozen copy `name`."""
 
     @abstractmethod
-    def sleep(self) -> None:
-        """Gives the device memory back (weights, gradients, optimiser go to the host)."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
+        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow."""
 
     @abstractmethod
-    def wake(self) -> None: ...
+    def wake(self, weights_only: bool = False) -> None:
+        """Takes back what it gave; with `weights_only` what `export_tensors` reads, as after `sleep(keep_weights=True)`."""
 
     @abstractmethod
     def close(self) -> None:

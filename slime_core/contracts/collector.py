@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.driver import Driver
 
@@ -20,9 +20,17 @@ class Collector(ABC):
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         """Exactly `rollout_batch_size` accepted groups, in submission order; RolloutError if they cannot be had."""
 
+    async def give_back(self, *, patient: bool) -> None:
+        """Puts everything that it holds between two steps into the buffer, with what is known of it: before a checkpoint
+        and at the end of a run. `patient`: what cannot be broken off soon is waited for, else given up."""
+
 
 class CollectorDriver(Driver[Collector]):
     """Chosen by rollout.collector."""
+
+    across_steps: ClassVar[bool] = False
+    """Groups may go on from one step to the next: where weights are published in flight, `collect` is called for several
+    steps at once, and their groups are made side by side; what is broken off can be continued."""
 
     @classmethod
     def needs_engine(cls, config: Any) -> bool:

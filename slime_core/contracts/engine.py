@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from slime_core.contracts.transport import EngineEndpoint
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.weights import Bucket
@@ -36,6 +39,16 @@ class Capability(StrEnum):
     VERSION_SPANS = "version_spans"
     """Reports the policy version of each token span, also when weights change under a running request."""
     SLEEP = "sleep"
+    SCORES = "scores"
+    """Gives the log-probs of tokens that it is given, as a teacher does."""
+
+
+class Memory(StrEnum):
+    """What an engine holds on its devices, and may give back for a while."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    GRAPHS = "cuda_graph"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +67,8 @@ class EngineSetup:
     trust_remote_code: bool = False
     num_devices: int = 1
     """Devices of this engine; on a CPU processes that share its cores."""
+    offload: bool = False
+    """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +110,13 @@ class RolloutEngine(ABC):
             for answer in answers:
                 answer.cancel()
 
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Of each sequence the log-probs of its last `num_tokens` tokens, each given those before it, at temperature 1.
+        Only with `Capability.SCORES`."""
+        raise NotImplementedError
+
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ends these requests (None: all) with what they have; their `generate` returns finish reason abort."""
@@ -130,11 +152,14 @@ class RolloutEngine(ABC):
         """xxh3-64 over all weights, in the order of names: equal to the exporter's when nothing was lost."""
 
     @abstractmethod
-    async def sleep(self) -> None:
-        """Gives the device memory of weights and caches back; only while nothing runs."""
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+        """Gives the device memory of these back (None: of all); only while nothing runs, or paused. Weights come back as
+        they were. What it has given back already is passed over, what it cannot give back now it keeps."""
 
     @abstractmethod
-    async def wake(self) -> None: ...
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
+        """Takes memory again that it gave back; None: all of it. With its weights alone new ones can be loaded; it is
+        awake when it has everything."""
 
     @abstractmethod
     async def health(self) -> None:

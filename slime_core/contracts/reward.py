@@ -4,20 +4,61 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
-    from slime_core.types.sample import Sample, SampleGroup
+    from slime_core.types.sample import Sample, SampleGroup, SpanReward
 
-RewardValue: TypeAlias = "float | Mapping[str, float]"
-"""A number, or named numbers of which `reward_key` picks the one to train on."""
+
+class Outcome(StrEnum):
+    """How the scoring of a sample ended; all but `OK` are failures, and the run file says what follows from each."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    """The reward raised, or gave something that is not a finite number: asked again it would do the same."""
+    TIMEOUT = "timeout"
+    """No answer in time."""
+    INFRA = "infra"
+    """What the reward depends on failed: a service, its worker process."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRewards:
+    """A process reward: numbers for token spans of one response. The sample's reward is their sum plus `outcome`.
+
+    An estimator that takes them credits each at the last trainable token of its span, and what is left of the reward at
+    the last trainable token of the response.
+    """
+
+    spans: Sequence[SpanReward]
+    outcome: float = 0.0
+    """For the response as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """Instead of a value: this sample, of all those of its group, could not be scored."""
+
+    outcome: Outcome
+    message: str
+    """What went wrong, without the prompt, which is told anyway."""
+
+
+RewardValue: TypeAlias = "float | Mapping[str, float] | SpanRewards | RewardFailure"
+"""A number; named numbers of which `reward_key` picks the one to train on; numbers for spans; or a failure."""
 
 
 class Reward(ABC):
     """Sees the whole group, so that answers can be compared. Called in a worker process: it may block, up to the time
-    limit; it may not rely on state between calls."""
+    limit; it may not rely on state between calls.
+
+    What it raises fails the whole group: RewardUnavailable and ConnectionError as `infra`, RewardTimeout and TimeoutError
+    as `timeout`, everything else as `wrong`.
+    """
 
     @abstractmethod
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
@@ -29,6 +70,13 @@ class RewardDriver(Driver[Reward]):
 
     reward_key: ClassVar[str | None] = None
     """Which of several named numbers is trained on when the run names no `reward_key`."""
+    gives_spans: ClassVar[bool] = False
+    """It may return `SpanRewards`: then the run's advantage must be one that takes them."""
+
+    @classmethod
+    def timeout_s(cls, config: Any) -> float | None:
+        """Seconds that it may take for one group; None: as the run says (`reward_timeout`)."""
+        return None
 
 
 RewardFunction: TypeAlias = "Callable[[Sample], RewardValue]"

@@ -120,6 +120,11 @@ class TransportDriver(Driver[WeightTransport]):
     """Names of engines, for the listing; an engine's own `transports` decides."""
 
     @classmethod
+    def problems(cls, config: Any, engine: Any) -> list[str]:
+        """What does not fit between its options and those of the engine."""
+        return []
+
+    @classmethod
     def build_sender(cls, config: Any) -> WeightSender | None:
         """The side that runs in the trainer's ranks; None: there is none, and `TrainerLink.send` is not used."""
         return None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 class Tenant(Protocol):
     """A role's ranks on these devices."""
 
-    async def each(self, method: str) -> list[Any]: ...
+    async def each(self, method: str, *args: Any) -> list[Any]: ...
 
 
 class Devices:
@@ -24,6 +24,11 @@ class Devices:
         self._offload = offload
         self._turns = asyncio.Lock()
         self._awake: Tenant | None = None
+        self._weights_only = False
+
+    @property
+    def offload(self) -> bool:
+        return self._offload
 
     async def settle(self, tenant: Tenant) -> None:
         """Puts a role that was just set up to sleep."""
@@ -31,13 +36,32 @@ class Devices:
             await tenant.each("sleep")
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: Tenant) -> AsyncIterator[None]:
-        """The devices are `tenant`'s inside. It stays awake after it, until another one's turn."""
+    async def turn(self, tenant: Tenant, *, weights_only: bool = False) -> AsyncIterator[None]:
+        """The devices are `tenant`'s inside. It stays awake after it, until another one's turn. With `weights_only` it
+        holds no more on them than it exports."""
         async with self._turns:
-            if self._offload and self._awake is not tenant:
-                before, self._awake = self._awake, None
-                if before is not None:
-                    await before.each("sleep")
-                await tenant.each("wake")
-                self._awake = tenant
+            if self._offload:
+                await self._hand_over(tenant, weights_only)
             yield
+
+    async def vacate(self) -> None:
+        """All roles sleep: the devices are somebody else's until the next turn."""
+        async with self._turns:
+            await self._put_to_sleep()
+
+    async def _hand_over(self, tenant: Tenant, weights_only: bool) -> None:
+        if self._awake is tenant and not weights_only and not self._weights_only:
+            return
+        if self._awake is tenant and weights_only:
+            if not self._weights_only:
+                await tenant.each("sleep", True)
+        else:
+            if self._awake is not tenant:
+                await self._put_to_sleep()
+            await (tenant.each("wake", True) if weights_only else tenant.each("wake"))
+        self._awake, self._weights_only = tenant, weights_only
+
+    async def _put_to_sleep(self) -> None:
+        before, self._awake, self._weights_only = self._awake, None, False
+        if before is not None:
+            await before.each("sleep")

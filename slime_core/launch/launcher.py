@@ -34,7 +34,8 @@ class Launcher(ABC):
 
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
-        """Started engines, by index."""
+        """Started engines, in the order of specs, whose indices are unique over all calls and count on. Only the first call's
+        share devices with trainers."""
 
     @abstractmethod
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:

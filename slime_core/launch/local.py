@@ -71,13 +71,14 @@ class LocalLauncher(Launcher):
         return ranks
 
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
-        infos = []
+        infos, started = [], []
         for spec in specs:
             worker = EngineWorker(spec)
             infos.append(await worker.start())
-            self._engines.append(LocalEngine(worker))
+            started.append(LocalEngine(worker))
+            self._engines.append(started[-1])
             self._specs.append(spec)
-        return list(self._engines), infos
+        return started, infos
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         # One that hangs is left behind: nothing in this process can be stopped harder than by asking it to.

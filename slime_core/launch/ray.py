@@ -139,8 +139,8 @@ class RayLauncher(Launcher):
             return [], []
         async with self._placing if self._config.colocate else contextlib.nullcontext():
             cluster = self._enter()
-            shared = list(self._shared_slots)
-        per_engine = self._config.rollout_num_gpus_per_engine
+            shared = [] if self._seats else list(self._shared_slots)
+        per_engine = specs[0].setup.num_devices
         gpus = float(per_engine) if specs[0].setup.device == "cuda" else 0.0
         cpus = self._config.num_cpus_per_worker
         options: dict[str, Any] = {

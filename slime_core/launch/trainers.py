@@ -72,6 +72,10 @@ class Trainers:
         self._dp_size = layouts[0].dp_size
         self._devices = devices or Devices()
 
+    @property
+    def devices(self) -> Devices:
+        return self._devices
+
     def turn(self) -> AbstractAsyncContextManager[None]:
         """The devices are this role's inside."""
         return self._devices.turn(self)
@@ -109,6 +113,10 @@ class Trainers:
             shared = self._launcher.share(batch.take(chosen))
             shards.append(Shard(samples=chosen, steps=tuple(steps), scoring=scoring[rank], shared=shared))
         return Dispatch(batch=batch, shards=tuple(shards))
+
+    def forward_tflop(self, batch: Batch) -> float:
+        """10^12 floating-point operations of one forward over the batch, of each of the role's ranks."""
+        return float(self._shape.forward_flops(batch.total_length).sum()) / len(self._ranks) / 1e12
 
     async def score(self, dispatch: Dispatch, *, weights: str = ACTOR, entropy: bool = False) -> Mapping[str, Float32]:
         """Columns over the batch's response tokens, in the batch's order."""

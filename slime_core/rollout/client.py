@@ -10,14 +10,17 @@ back, and publishes pass it by. Whoever watches puts another engine in its place
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
+from slime_core.contracts.engine import Memory
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
+from slime_core.rollout.served import Served
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
@@ -43,6 +46,7 @@ class EngineClient:
     ) -> None:
         """While engines are watched: `max_losses` is how often a request may be lost with its engine before it fails,
         `call_limit_s` what an engine gets for a call of `each` before it counts as hung."""
+        self.served = Served()
         self._seats = tuple(Seat(index, engine, concurrency) for index, engine in enumerate(engines))
         self._concurrency = concurrency
         self._max_losses = max_losses
@@ -55,6 +59,8 @@ class EngineClient:
         self._awake.set()
         self._waiting: deque[GenerateRequest] = deque()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
+        self._sent: dict[str, float] = {}
+        """When requests in flight got their place."""
         self._next_engine = 0
         # Middlewares are told which engines there are; a request that still carries this very tuple goes to any of them.
         self._every = tuple(range(len(self._seats))) if middlewares else ()
@@ -117,7 +123,7 @@ class EngineClient:
             answers = [(answer,) for answer in await together([seat.engine.call(method, *args) for seat in serving])]
         else:
             answers = await together([self._call(seat, method, args) for seat in serving])
-        if (freed := FREES.get(method)) is not None:
+        if (freed := FREES.get(method)) is not None and (freed != ASLEEP or wakes_whole(*args)):
             self._note(self._held - {freed})
         return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
 
@@ -255,10 +261,14 @@ class EngineClient:
         self._answers[request.request_id] = answer
         self._waiting.append(request)
         self._plan_flush()
+        entered = time.perf_counter()
         try:
-            return await answer
+            completion = await answer
+            sent = self._sent.get(request.request_id, entered)
+            return replace(completion, queue_s=sent - entered)
         finally:
             self._answers.pop(request.request_id, None)
+            self._sent.pop(request.request_id, None)
             self._losses.pop(request.request_id, None)
             if answer.cancelled() and request in self._waiting:
                 self._waiting.remove(request)
@@ -270,6 +280,7 @@ class EngineClient:
 
     def _flush(self) -> None:
         self._flush_planned = False
+        now = time.perf_counter()
         chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
         held: list[GenerateRequest] = []
         while self._waiting and any(seat.has_room for seat in self._seats):
@@ -278,6 +289,7 @@ class EngineClient:
                 held.append(request)
                 continue
             chosen[seat.index].append(request)
+            self._sent[request.request_id] = now
             seat.running += 1
         self._waiting.extendleft(reversed(held))
         for seat, requests in zip(self._seats, chosen, strict=True):
@@ -341,6 +353,11 @@ class EngineClient:
                 answer.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
         if self._waiting:
             self._plan_flush()
+
+
+def wakes_whole(tags: Sequence[Memory] | None = None) -> bool:
+    """With its weights alone an engine can be loaded, but does not generate."""
+    return tags is None or Memory.KV_CACHE in tags
 
 
 async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:

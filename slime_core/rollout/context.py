@@ -29,6 +29,10 @@ class RolloutContext:
     runner: GroupRunner | None
     """None: the collector's driver said that it needs no engine."""
     filters: Sequence[GroupFilter]
+    version: int = 0
+    """Of the policy that will be trained on the step's groups."""
+    max_staleness: int = 0
+    """Versions that a token may be behind that one."""
     observe: Callable[[int, Sequence[SampleGroup], Sequence[tuple[SampleGroup, str]]], None]
     """Called once a step's groups are complete: the step, the accepted groups, the refused ones with the reason."""
     counts: Counter[str] = field(default_factory=Counter)

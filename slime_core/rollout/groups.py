@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime_core.config.bound import Part
 from slime_core.contracts.generator import Generator
 from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
+from slime_core.rollout.staleness import mask_kept
+from slime_core.rollout.trace import AnswerTrace, GroupTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -33,11 +35,12 @@ class GroupSettings:
     sampling: SamplingParams
     seed: int
     max_context_len: int | None
-    reward: Part | None
-    reward_key: str | None
+    scoring: ScoringPlan | None
+    """None: no reward."""
     evaluation: bool
     max_retries: int
-    fail_sample_on_reward_failure: bool
+    mask_offpolicy: bool = False
+    """Kept tokens are not trained if a newer policy went on with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,9 @@ class RunningGroup:
     task: asyncio.Task[SampleGroup]
     episodes: list[EngineEpisode]
     stop: asyncio.Event
-    """Set by an abort: what the group would ask the engines next is answered with nothing."""
+    """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
+    generated: list[Sample] = field(default_factory=list)
+    """All its samples as soon as there are all; their rewards may not be there yet."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -77,22 +82,24 @@ class GroupRunner:
         generator: Generator,
         client: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardPool | None,
+        rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
+        on_trace: Callable[[GroupTrace], None] = lambda trace: None,
     ) -> None:
         self.settings = settings
         self._generator = generator
         self._client = client
         self._tokenizer = tokenizer
         self._rewards = rewards
-        self._reward = None if settings.reward is None else settings.reward.spec()
         self._on_failure = on_failure
+        self._on_trace = on_trace
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
         they are, unfinished ones continued."""
         episodes: list[EngineEpisode] = []
         stop = asyncio.Event()
+        generated: list[Sample] = []
         by_index: dict[int, list[Sample]] = {}
         for sample in kept:
             by_index.setdefault(sample.index, []).append(sample)
@@ -100,7 +107,8 @@ class GroupRunner:
             prompt=prompt,
             episodes=episodes,
             stop=stop,
-            task=asyncio.create_task(self._run(prompt, episodes, stop, by_index)),
+            generated=generated,
+            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, by_index)),
         )
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
@@ -111,12 +119,18 @@ class GroupRunner:
         await self._client.abort([request_id for group in groups for request_id in group.request_ids])
 
     async def _run(
-        self, prompt: Prompt, episodes: list[EngineEpisode], stop: asyncio.Event, kept: Mapping[int, list[Sample]]
+        self,
+        prompt: Prompt,
+        episodes: list[EngineEpisode],
+        stop: asyncio.Event,
+        generated: list[Sample],
+        kept: Mapping[int, list[Sample]],
     ) -> SampleGroup:
         answers = []
+        traces: list[AnswerTrace] = []
         for position in range(self.settings.num_samples):
             index = prompt.group_index * self.settings.num_samples + position
-            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []))
+            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []), traces)
             answers.append(asyncio.create_task(work))
         try:
             samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
@@ -124,8 +138,22 @@ class GroupRunner:
             for answer in answers:
                 answer.cancel()
             raise
+        generated += samples
         group = SampleGroup(prompt=prompt, samples=tuple(samples))
-        return await self._score(group)
+        if stop.is_set():
+            # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
+            return group
+        began = time.perf_counter()
+        group = await self._score(group)
+        self._on_trace(
+            GroupTrace(
+                scope=self.settings.scope,
+                group_index=prompt.group_index,
+                reward_s=time.perf_counter() - began,
+                answers=traces,
+            )
+        )
+        return group
 
     async def _answer(
         self,
@@ -135,6 +163,7 @@ class GroupRunner:
         index: int,
         position: int,
         kept: Sequence[Sample],
+        traces: list[AnswerTrace],
     ) -> Sequence[Sample]:
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
@@ -154,31 +183,36 @@ class GroupRunner:
                 evaluation=self.settings.evaluation,
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
+                scorer=None if self._rewards is None else self._score,
             )
             episodes.append(episode)
+            began = time.perf_counter()
             try:
-                return check_samples(await self._generator.generate(episode), self._generator)
+                samples = check_samples(await self._generator.generate(episode), self._generator)
+                if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
+                    samples = [mask_kept(samples[0], kept[0].response_length)]
+                return samples
             except EngineUnavailable as error:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 break
-            except (EngineError, PluginError):
+            except (EngineError, PluginError, RewardError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+            finally:
+                traces.append(episode.trace(time.perf_counter() - began))
         return [failed_sample(prompt, index)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
-        if self._reward is None or self._rewards is None:
+        plan = self.settings.scoring
+        if plan is None or self._rewards is None:
             return group
-        try:
-            return await self._rewards.score(self._reward, group, self.settings.reward_key)
-        except RewardError as error:
-            if not self.settings.fail_sample_on_reward_failure:
-                raise
-            self._on_failure(SampleFailure(group.prompt, group.samples[0].index, 1, False, error))
-            return replace(group, samples=tuple(mark_failed(sample) for sample in group.samples))
+        scored, failed = await score_group(self._rewards, plan, group)
+        for failure in failed:
+            self._on_failure(SampleFailure(group.prompt, failure.sample.index, 1, False, failure.error))
+        return scored
 
 
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
@@ -213,11 +247,6 @@ def failed_sample(prompt: Prompt, index: int) -> Sample:
         status=Status.FAILED,
         remove_sample=True,
     )
-
-
-def mark_failed(sample: Sample) -> Sample:
-    """The sample as it counts when its reward could not be had: no reward, nothing trained."""
-    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)
 
 
 def is_failed(group: SampleGroup) -> bool:

@@ -33,6 +33,18 @@ class AcceptedDriver(CollectorDriver):
         return AcceptedGroups()
 
 
+class PoolDriver(CollectorDriver):
+    """Groups of all steps in one pool: those that finish first are trained first, what is left over goes on."""
+
+    across_steps = True
+
+    @classmethod
+    def build(cls, config: Any) -> Collector:
+        from slime_core.rollout.pool import GroupPool
+
+        return GroupPool()
+
+
 class ReplayConfig(DriverConfig):
     """Where the dump is."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_core.config.bound import PartSpec
-from slime_core.contracts.reward import Reward, RewardValue
+from slime_core.contracts.reward import Outcome, Reward, RewardValue
 from slime_core.errors import RewardError
 from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
@@ -27,6 +27,7 @@ class Raised:
     told: bool
     """It was a RewardError, which says itself on which prompt, and what to type."""
     traceback: str
+    outcome: Outcome = Outcome.WRONG
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,13 @@ def score_group(reward: Reward, group: SampleGroup) -> Sequence[RewardValue] | R
     try:
         return list(reward.score(group))
     except RewardError as error:
-        return Raised(str(error), True, traceback.format_exc())
+        return Raised(str(error), True, traceback.format_exc(), Outcome(error.outcome))
     except Exception as error:  # noqa: BLE001 - a reward is foreign code; what it raised is told where it was asked
-        return Raised(f"{type(error).__name__}: {error}", False, traceback.format_exc())
+        return Raised(f"{type(error).__name__}: {error}", False, traceback.format_exc(), outcome_of(error))
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """The class of an exception that is no RewardError."""
+    if isinstance(error, TimeoutError):
+        return Outcome.TIMEOUT
+    return Outcome.INFRA if isinstance(error, ConnectionError) else Outcome.WRONG

@@ -16,26 +16,41 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from typing import Final
 
 from pebble import ProcessExpired, ProcessPool
 
 from slime_core.config.bound import PartSpec
-from slime_core.contracts.reward import RewardValue
-from slime_core.errors import RewardError
+from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
+from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
 from slime_core.rollout.reward_worker import Raised, build_reward, score_groups, start_worker
-from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
 PARCEL_SECONDS: Final = 0.02
 LARGEST_PARCEL: Final = 64
+ERROR_OF: Final = {
+    Outcome.WRONG: RewardError,
+    Outcome.TIMEOUT: RewardTimeout,
+    Outcome.INFRA: RewardUnavailable,
+}
 
 
 class RemoteTraceback(Exception):
     """The traceback of a worker process, as the cause of what is raised here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one sample: a number, or why there is none."""
+
+    value: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    spans: tuple[SpanReward, ...] = ()
+    failure: RewardError | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +70,8 @@ class RewardPool:
         self._timeout_s = timeout_s
         # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
         self._specs: list[str] = []
+        self._limits: dict[str, float] = {}
+        """Seconds for a group, of rewards that say so themselves."""
         self._waiting: list[Waiting] = []
         self._parcels: set[asyncio.Task[None]] = set()
         self._pace: dict[str, float] = {}
@@ -67,10 +84,12 @@ class RewardPool:
             initargs=(self._specs, self._plugin_files),
         )
 
-    async def warm(self, spec: PartSpec) -> None:
+    async def warm(self, spec: PartSpec, *, timeout_s: float | None = None) -> None:
         """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
-        does. Raises what building it raises."""
+        does. Raises what building it raises. `timeout_s`: what it gets instead of the pool's time limit."""
         self._specs.append(spec.to_json())
+        if timeout_s is not None:
+            self._limits[spec.to_json()] = timeout_s
         # The first task starts the workers, and the threads that replace them.
         with interrupts_held_back():
             future = self._pool.schedule(build_reward, args=(spec.to_json(), self._plugin_files))
@@ -82,34 +101,59 @@ class RewardPool:
         Raises RewardError: what went wrong, on which prompt.
         """
         asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
-        if not asked:
-            return group
-        part = group
-        if len(asked) < len(group.samples):
-            part = replace(group, samples=tuple(group.samples[n] for n in asked))
+        samples = list(group.samples)
+        for n, verdict in zip(asked, await self.judge(spec, part_of(group, asked), reward_key), strict=True):
+            if verdict.failure is not None:
+                raise verdict.failure
+            samples[n] = replace(
+                samples[n], reward=verdict.value, reward_parts=verdict.parts, span_rewards=verdict.spans
+            )
+        return replace(group, samples=tuple(samples)) if asked else group
+
+    async def judge(
+        self, spec: PartSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
+    ) -> list[Verdict]:
+        """What became of each sample, whichever state it is in. `retries`: how often the group is scored again when there
+        was no answer in time, or something that the reward depends on was lost."""
+        if not group.samples:
+            return []
         where = f'reward "{spec.name}" on {group.prompt.origin or f"group {group.group_index}"}'
+        while True:
+            try:
+                values = await self._values(spec, group, where)
+                break
+            except RewardError as error:
+                if error.outcome == Outcome.WRONG or retries == 0:
+                    return [Verdict(failure=error)] * len(group.samples)
+                retries -= 1
+        return [verdict_on(sample, v, reward_key, where) for sample, v in zip(group.samples, values, strict=True)]
+
+    async def _values(self, spec: PartSpec, group: SampleGroup, where: str) -> Sequence[RewardValue]:
+        """One for each sample; RewardError if the group cannot be scored."""
         try:
-            values = await self._ask(spec, part)
+            values = await self._ask(spec, group)
         except FutureTimeoutError:
-            raise RewardError(
-                f"{where}: no answer within {self._timeout_s:g} s. Raise --reward-timeout, or --on-reward-failure "
-                "fail_sample to go on without it."
+            raise RewardTimeout(
+                f"{where}: no answer within {self._limit(spec.to_json()):g} s. Raise --reward-timeout, or "
+                "--on-reward-failure fail_sample to go on without it."
             ) from None
         except ProcessExpired as error:
-            raise RewardError(f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}") from error
+            raise RewardUnavailable(
+                f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}"
+            ) from error
         except RewardError:
             raise
         except Exception as error:
             raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {WAY_ON}") from error
         if isinstance(values, Raised):
             text = values.message if values.told else f"{where}: raised {values.message}. {WAY_ON}"
-            raise RewardError(text) from RemoteTraceback(values.traceback)
-        samples = list(group.samples)
-        if len(values) != len(asked):
-            raise RewardError(f"{where}: returned {len(values)} values for {len(asked)} samples.")
-        for n, value in zip(asked, values, strict=True):
-            samples[n] = rewarded(samples[n], value, reward_key, where)
-        return replace(group, samples=tuple(samples))
+            raise ERROR_OF[values.outcome](text) from RemoteTraceback(values.traceback)
+        if len(values) != len(group.samples):
+            raise RewardError(f"{where}: returned {len(values)} values for {len(group.samples)} samples.")
+        return values
+
+    def _limit(self, spec: str) -> float:
+        return self._limits.get(spec, self._timeout_s)
 
     def close(self) -> None:
         self._pool.stop()
@@ -152,7 +196,7 @@ class RewardPool:
         """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
         that the one that hangs, or takes the worker down, is the one that fails."""
         groups = [member.group for member in members]
-        future = self._pool.schedule(score_groups, args=(text, self._plugin_files, groups), timeout=self._timeout_s)
+        future = self._pool.schedule(score_groups, args=(text, self._plugin_files, groups), timeout=self._limit(text))
         try:
             scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -178,8 +222,32 @@ def is_scored(sample: Sample) -> bool:
     return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
 
 
+def part_of(group: SampleGroup, positions: Sequence[int]) -> SampleGroup:
+    """These samples of the group."""
+    if len(positions) == len(group.samples):
+        return group
+    return replace(group, samples=tuple(group.samples[n] for n in positions))
+
+
+def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Verdict:
+    """What the value that a reward returned says."""
+    try:
+        if isinstance(value, RewardFailure):
+            raise ERROR_OF[value.outcome](f"{where}: {value.message}. {WAY_ON}")
+        done = rewarded(sample, value, reward_key, where)
+    except RewardError as error:
+        return Verdict(failure=error)
+    return Verdict(value=done.reward, parts=done.reward_parts, spans=done.span_rewards)
+
+
 def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Sample:
-    """The sample with its reward; a mapping's numbers are kept as parts."""
+    """The sample with its reward; a mapping's numbers are kept as parts. RewardError if it is none."""
+    if isinstance(value, RewardFailure):
+        raise RewardError(f"{where}: {value.message}.")
+    if isinstance(value, SpanRewards):
+        spans = tuple(span_of(sample, span, where) for span in value.spans)
+        total = finite(value.outcome, where) + math.fsum(span.value for span in spans)
+        return replace(sample, reward=total, reward_parts={}, span_rewards=spans)
     parts: Mapping[str, float] = {}
     if isinstance(value, Mapping):
         parts = {key: finite(number, where) for key, number in value.items()}
@@ -189,6 +257,16 @@ def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: 
             raise RewardError(f'{where}: returned no "{reward_key}" (--reward-key); there is {sorted(parts)}.')
         value = parts[reward_key]
     return replace(sample, reward=finite(value, where), reward_parts=parts)
+
+
+def span_of(sample: Sample, span: SpanReward, where: str) -> SpanReward:
+    start, end, value = span
+    if not 0 <= start < end <= sample.response_length:
+        raise RewardError(
+            f"{where}: rewards tokens {start} to {end} of a response of {sample.response_length}; spans are [start, end) "
+            "with at least one token."
+        )
+    return SpanReward(int(start), int(end), finite(value, where))
 
 
 def finite(value: object, where: str) -> float:

@@ -1,4 +1,4 @@
-"""What pytest loads by the entry point `pytest11`: one option, and nothing else until it is given."""
+"""What pytest loads by the entry point `pytest11`: two options, and nothing else until one is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ pytest.register_assert_rewrite("slime_core.testing.suites")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("slime", "slime's contract kit").addoption(
+    group = parser.getgroup("slime", "slime's contract kit")
+    group.addoption(
+        "--every-test-runs",
+        metavar="MARKER",
+        help="A test with this marker that is skipped, expected to fail or deselected fails the session.",
+    )
+    group.addoption(
         "--slime-plugin",
         action="append",
         default=[],
@@ -19,6 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if marker := config.getoption("every_test_runs"):
+        from slime_core.testing.every_test import EveryTestRuns
+
+        config.pluginmanager.register(EveryTestRuns(marker), "slime-every-test-runs")
     asked = config.getoption("slime_plugin")
     if asked:
         from slime_core.errors import SlimeError

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
@@ -146,9 +146,9 @@ class ScriptedEngine(RolloutEngine):
     async def checksum(self) -> str:
         return checksum_of(self._tensors)
 
-    async def sleep(self) -> None: ...
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None: ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None: ...
 
     async def health(self) -> None: ...
 

@@ -4,7 +4,7 @@ from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Message, Prompt
 from slime_core.types.report import EvalReport, PublishReport, StepReport, TrainReport
-from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
+from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 from slime_core.types.weights import Bucket
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Sample",
     "SampleGroup",
     "SamplingParams",
+    "SpanReward",
     "Status",
     "StepReport",
     "TokenColumns",

@@ -55,6 +55,8 @@ class Batch:
     """(M,)"""
     version: Int32
     """(M,) policy version that wrote the token; -1 where nothing of ours did (tool output)."""
+    token_reward: Float32 | None = None
+    """(M,) what process rewards give at a trained token, as a part of `reward`; None: no sample has any."""
 
     @property
     def num_samples(self) -> int:
@@ -103,8 +105,25 @@ class Batch:
             "mask": response_rows,
             "rollout_log_probs": response_rows,
             "version": response_rows,
+            "token_reward": response_rows,
         }
-        return Batch(**{f.name: getattr(self, f.name)[ragged.get(f.name, samples)] for f in fields(self)})
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{n: c[ragged.get(n, samples)] for n, c in columns.items() if c is not None})
+
+    def rewards_by_token(self, rewards: Float64) -> Float64:
+        """(S,) to (M,): each sample's reward where it was earned. What process rewards gave stands at its tokens, and the
+        rest at the last trained token. 0 for samples without a reward (NaN); a sample without a trained token has none."""
+        earned = np.zeros(len(self.mask), np.float64)
+        rest = rewards
+        scored = ~np.isnan(rewards)
+        if self.token_reward is not None:
+            earned += np.where(scored[self.sample_of_token], self.token_reward, 0.0)
+            rest = rewards - self.sample_sums(self.token_reward)
+        trained = np.flatnonzero(self.mask)
+        ending = scored & (self.num_trainable > 0)
+        last = np.cumsum(self.num_trainable) - 1
+        earned[trained[last[ending]]] += rest[ending]
+        return earned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -70,6 +70,8 @@ class Completion:
     engine_index: int = 0
     extra: dict[str, float] = field(default_factory=dict)
     """Engine-specific counters, such as speculative decoding's, by metric name."""
+    queue_s: float = 0.0
+    """Seconds that the request waited for a place in an engine."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """(P,) of a request that came as text: what the engine continued."""
 

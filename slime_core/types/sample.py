@@ -31,6 +31,14 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class SpanReward(NamedTuple):
+    """A process reward's number for response tokens `[start, end)`."""
+
+    start: int
+    end: int
+    value: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """One trajectory, or a part of one: samples of one `rollout_id` count as one rollout.
@@ -58,11 +66,15 @@ class Sample:
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """What a reward returned beside the number that is trained on."""
+    span_rewards: tuple[SpanReward, ...] = ()
+    """Parts of `reward` that belong to spans of the response."""
     credit_key: int | None = None
     """Samples with equal keys are normalised together; None: the group index."""
     remove_sample: bool = False
     """Counts in its group's statistics, trains nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What its generator counted, such as turns and calls of tools; their means are metrics."""
 
     @property
     def response_length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from slime_core.types.weights import Bucket
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.buckets import buckets_of
 from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.profile import Profile, ProfilePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class TrainWorkerSpec:
     objective: ObjectiveSpec
     setup: TrainerSetup
     temperature: float
+    profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
     transport: PartSpec | None = None
     """Of the role whose weights the engines get."""
     sender: SenderSetup | None = None
@@ -40,6 +42,7 @@ class TrainWorker:
 
     def __init__(self, spec: TrainWorkerSpec) -> None:
         self._spec = spec
+        self._profile = Profile(spec.profile, role=spec.setup.role, rank=spec.setup.rank)
         registry = spec.agreement.registry()
         self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
         self._objective: Objective = spec.objective.build(spec.agreement, registry)
@@ -60,7 +63,9 @@ class TrainWorker:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
         packed = [pack_micro_batch(shard, samples, temperature=self._spec.temperature) for samples in micros]
         columns: dict[str, Float32] = {}
-        for samples, scores in zip(micros, self._backend.score(packed, weights=weights, entropy=entropy), strict=True):
+        with self._profile.around("train_log_probs"):
+            scored = self._backend.score(packed, weights=weights, entropy=entropy)
+        for samples, scores in zip(micros, scored, strict=True):
             rows = shard.response_rows(samples)
             held = rows if scores.rows is None else rows[scores.rows]
             for name, values in scores.present().items():
@@ -71,12 +76,13 @@ class TrainWorker:
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
         """One optimiser step for each entry of `steps`, which lists the samples of its micro-batches."""
         reports = []
-        for micros in steps:
-            packed = [
-                pack_micro_batch(shard, samples, columns=columns, temperature=self._spec.temperature)
-                for samples in micros
-            ]
-            reports.append(self._backend.train_step(packed, self._objective))
+        with self._profile.around("train_actor"):
+            for micros in steps:
+                packed = [
+                    pack_micro_batch(shard, samples, columns=columns, temperature=self._spec.temperature)
+                    for samples in micros
+                ]
+                reports.append(self._backend.train_step(packed, self._objective))
         return reports
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
@@ -101,11 +107,11 @@ class TrainWorker:
     def refresh_copy(self, name: str) -> None:
         self._backend.refresh_copy(name)
 
-    def sleep(self) -> None:
-        self._backend.sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._backend.sleep(keep_weights)
 
-    def wake(self) -> None:
-        self._backend.wake()
+    def wake(self, weights_only: bool = False) -> None:
+        self._backend.wake(weights_only)
 
     def close(self) -> None:
         if self._sender is not None:

@@ -135,6 +135,17 @@ def test_a_critic_folder_that_is_not_there(finished: TinyRun) -> None:
     assert ended.error.startswith(f"roles.critic.load = {finished / 'elsewhere'}: no such folder.")
 
 
+def test_colocated_roles_and_engine_end_with_the_same_bits(finished: TinyRun) -> None:
+    """Trainers and engine give their memory back to each other between phases, and nothing is lost by it."""
+    words = ("--name", "colocated", "--colocate", "--offload-train", "--offload-rollout")
+    ended = finished.run(*RUN, *words)
+    assert ended.code == 0, ended.err
+    for role in ("actor", "critic"):
+        assert same(weights(finished.runs / "colocated", STEPS, role), weights(finished.runs / "tiny", STEPS, role))
+    refused = finished.run(*RUN, *words, "--ahead", "1")
+    assert "so rollouts cannot run 1 step(s) ahead. Say --ahead 0" in refused.error
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ray_equals_one_process(finished: TinyRun) -> None:

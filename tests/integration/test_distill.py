@@ -114,14 +114,23 @@ def test_opd_needs_no_reward_and_closes_in_on_its_teacher(finished: TinyRun) -> 
     assert 0 < rollouts[-1]["rollout/opd_reverse_kl"] < 0.8 * first
 
 
-def test_a_teacher_beside_a_task_reward(finished: TinyRun) -> None:
+def test_a_teacher_behind_engines_beside_a_task_reward(finished: TinyRun) -> None:
+    teacher = finished.runs / "tiny/hf"
     words = (
         "--algo", "grpo", "--reward", "gsm8k", "--advantage-terms", "reverse_kl", "--opd-kl-coef", "0.5",
-        "--opd-teacher-load", str(finished.runs / "tiny/hf"), "--num-rollout", "1", "--name", "both",
+        "--engines.teacher.load", str(teacher), "--engines.teacher.num_gpus", "2", "--num-rollout", "1", "--name", "both",
+        "--dump-rollouts",
     )  # fmt: skip
     ended = finished.run(*words)
     assert ended.code == 0, ended.err
     (row,) = of_axis(finished, "rollout/step", "both")
+    gaps = [
+        sample.rollout_log_probs - log_probs(teacher, sample.tokens, sample.response_length)
+        for group in read_groups(finished.runs / "both/rollouts/step_000000.parquet")
+        for sample in group.samples
+    ]
+    assert len({len(gap) for gap in gaps}) > 1
+    assert row["rollout/opd_reverse_kl"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
     # Nothing is right here, so the task's own advantages are 0.
     assert row["rollout/returns"] == row["rollout/raw_reward"] == 0
     assert row["rollout/advantages"] == pytest.approx(-0.5 * row["rollout/opd_reverse_kl"], rel=1e-5)

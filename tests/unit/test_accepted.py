@@ -20,6 +20,8 @@ from slime_core.rollout import accepted as room
 from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
+from slime_core.rollout.rewards import Verdict
+from slime_core.rollout.scoring import ScoringPlan, WeightedReward
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -352,15 +354,12 @@ class Rewards:
     def __init__(self, error=None):
         self.error = error
 
-    async def score(self, spec, group, key):
-        if self.error is not None:
-            raise self.error
-        return replace(group, samples=tuple(replace(s, reward=float(s.index)) for s in group.samples))
+    async def judge(self, spec, group, key, *, retries=0):
+        assert spec is BY_INDEX
+        return [Verdict(value=float(s.index), failure=self.error) for s in group.samples]
 
 
-class FakePart:
-    def spec(self):
-        return PartSpec(group="slime.rewards", name="by_index", options={})
+BY_INDEX = PartSpec(group="slime.rewards", name="by_index", options={})
 
 
 def runner(generator, *, rewards=None, retries=3, tolerant=False):
@@ -372,11 +371,12 @@ def runner(generator, *, rewards=None, retries=3, tolerant=False):
             sampling=SamplingParams(max_new_tokens=4),
             seed=1,
             max_context_len=None,
-            reward=FakePart(),
-            reward_key=None,
+            scoring=ScoringPlan(
+                rewards=(WeightedReward(spec=BY_INDEX, label="by_index"),),
+                policies={"wrong": "fail_sample" if tolerant else "error"},
+            ),
             evaluation=False,
             max_retries=retries,
-            fail_sample_on_reward_failure=tolerant,
         ),
         generator=generator,
         client=None,
@@ -463,7 +463,7 @@ async def test_a_failing_reward_stops_the_run_or_fails_the_samples():
     group = await made.start(prompt(0)).task
     assert {sample.status for sample in group.samples} == {Status.FAILED}
     assert all(sample.remove_sample and sample.reward is None for sample in group.samples)
-    assert len(failures) == 1
+    assert [failure.index for failure in failures] == [0, 1, 2]
 
 
 async def test_what_was_kept_is_not_generated_again():

@@ -269,6 +269,18 @@ def test_other_combinations(complaints):
     only(complaints("--transport", "direct"), r'sync\.transport = "direct": engine "fake" understands carrier')
 
 
+def test_asynchrony(bound, complaints):
+    only(complaints("--ahead", "2"), r'engine "fake" does not say which policy wrote .*--no-update-weights-in-flight')
+    only(complaints("--partial-rollout"), r"max_staleness is 0\. Say --max-staleness with")
+    only(complaints("--mask-offpolicy-in-partial-rollout"), r"--on-stale mask_old_spans")
+    partial = ("--partial-rollout", "--max-staleness", "2")
+    only(complaints(*partial, "--rollout.collector", "accepted"), r'collector "accepted" begins every step anew')
+    assert any("with ahead = 0 nothing runs" in text for text in complaints("--update-weights-in-flight"))
+    assert bound(*partial).collector.name == "pool"
+    run = bound("--ahead", "3", "--no-update-weights-in-flight", "--update-weights-interval", "2")
+    assert (run.collector.name, run.max_staleness) == ("accepted", 4)
+
+
 def test_a_run_without_a_reward(complaints):
     told = complaints(text=dotted().replace('reward = "one"\n', ""))
     only(told, r'^reward: algorithm "grpo" needs one')
@@ -368,7 +380,7 @@ def test_precedence_of_evaluation_settings(bound):
     assert (own.temperature, plain.temperature) == (0.0, 0.4)  # set > eval_*
     assert (own.max_response_len, plain.max_response_len) == (20, 30)  # set > defaults > eval_*
     assert (own.num_samples, plain.num_samples) == (4, 1)
-    assert (own.reward.name, plain.reward.name) == ("one", "two")
+    assert (own.rewards[0].label, plain.rewards[0].label) == ("one", "two")
     assert (own.stop, plain.stop) == ((), ("d",))
     assert (own.apply_chat_template, plain.apply_chat_template) == (True, False)
     assert (own.input_key, own.label_key) == ("prompt", "label")  # the data table
@@ -380,7 +392,7 @@ def test_without_any_of_them_the_rollout_decides(bound):
     (only_set,) = bound("--rollout-temperature", "0.8", extra="[eval.datasets]\nt = 't.jsonl'\n").evals
     assert only_set.temperature == 0.8
     assert only_set.max_response_len == 16
-    assert only_set.reward.name == "one"
+    assert only_set.rewards[0].label == "one"
 
 
 def test_sets_may_be_pairs_a_list_or_a_mapping(bound, complaints):

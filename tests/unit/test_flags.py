@@ -54,6 +54,7 @@ def test_every_kernel_flag_is_documented_and_unambiguous():
         (["--advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
         (["--algo.advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
         (["--transport", "direct"], ("sync", "transport"), "direct"),
+        (["--async-buffer-size", "2"], ("rollout", "ahead"), "2"),
         (["--balance-data"], ("train", "balance_data"), True),
         (["--no-balance-data"], ("train", "balance_data"), False),
         (["--no-train.balance-data"], ("train", "balance_data"), False),

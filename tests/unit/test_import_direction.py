@@ -28,7 +28,8 @@ LEVELS = [
         "tracking",
         "weight_files",
     },
-    {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary", "convert"},
+    {"loop", "evaluate", "plan"}
+    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary", "convert"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

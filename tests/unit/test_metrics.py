@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from slime_core.evaluate import set_metrics
 from slime_core.metrics import (
+    category_metrics,
     column_metrics,
+    correct_metrics,
+    count_metrics,
     distribution,
+    generation_metrics,
+    group_metrics,
+    multi_turn_metrics,
     pass_at_k,
     pass_rate_metrics,
     repetition_metrics,
@@ -76,6 +82,8 @@ def test_rollout_metrics_by_hand(make_batch):
         # Of a sample: the version at consumption less its oldest. One is 1 behind, the other 3.
         "rollout/staleness/mean": 2.0,
         "rollout/staleness/max": 3.0,
+        "rollout/staleness/count_1": 1.0,
+        "rollout/staleness/count_3": 1.0,
     }
 
 
@@ -168,6 +176,12 @@ def test_column_metrics_are_means_over_trained_tokens(make_batch):
     assert column_metrics(batch, {"values": np.array([1, np.nan, 4], np.float32)}) == {"rollout/values": 2.5}
 
 
+def test_counts_are_averaged_over_all_samples(make_group):
+    first, second, third = make_group([1.0, 2.0, 3.0]).samples
+    counted = [replace(first, counts={"turns": 2, "searches": 1}), replace(second, counts={"turns": 1}), third]
+    assert count_metrics(counted, "p") == {"p/turns": 1.0, "p/searches": pytest.approx(1 / 3)}
+
+
 def test_reward_parts_are_averaged_over_the_samples_that_have_them(make_group):
     group = make_group([1.0, 2.0, 3.0], parts=[{"acc": 1.0, "fmt": 0.5}, {"acc": 0.0}, {}])
     assert reward_part_metrics(group.samples, "p") == {"p/acc": 0.5, "p/fmt": 0.5}
@@ -203,3 +217,59 @@ def test_the_threshold_decides_what_passes(make_group):
         pass_threshold = 0.5
 
     assert set_metrics(Lenient, [make_group([0.5, 0.4])])["eval/held_out-pass@1"] == 0.5
+
+
+def test_the_rewards_of_a_group_spread(make_batch):
+    nan = np.nan
+    metrics = group_metrics(of_rewards(make_batch, [[1.0, 0.0], [2.0, 2.0, nan], [5.0, nan], [nan]]))
+    # Standard deviations 0.5 and 0; the third has one scored sample, the fourth none.
+    assert metrics["rollout/groups"] == 3
+    assert (metrics["rollout/group_reward_std/mean"], metrics["rollout/group_reward_std/max"]) == (0.25, 0.5)
+    assert group_metrics(of_rewards(make_batch, [[nan]])) == {}
+
+
+def test_pass_rates_of_other_rewards_are_logged_where_asked_for(make_batch):
+    batch = of_rewards(make_batch, [[1.0, 0.5], [0.2, 0.3]])
+    assert pass_rate_metrics(batch) == {}
+    assert pass_rate_metrics(batch, always=True) == {"rollout/passrate/pass@1": 0.25, "rollout/passrate/pass@2": 0.5}
+
+
+def test_correct_samples(make_batch):
+    batch = make_batch([(1, 2), (1, 3), (1, 0), (1, 1)], reward=[1.0, 0.0, 1.0, np.nan])
+    entropy = np.array([1, 2, 9, 9, 9, 9], np.float32)
+    metrics = correct_metrics(batch, entropy)
+    trained = batch.mask[:2].astype(bool)
+    assert metrics["rollout/correct/frac"] == 0.5
+    assert metrics["rollout/correct/response_len/max"] == trained.sum()
+    assert metrics["rollout/correct/entropy"] == pytest.approx(entropy[:2][trained].mean())
+    assert "rollout/correct/entropy" not in correct_metrics(batch, None)
+
+
+def test_turns_are_runs_of_the_models_tokens(make_group):
+    masks = [[1, 1, 0, 0, 1], [0, 1, 0], [], [1, 1, 1]]
+    samples = [
+        replace(sample, loss_mask=np.array(mask, np.uint8), tokens=np.arange(2 + len(mask), dtype=np.int32))
+        for sample, mask in zip(make_group([1.0] * 4).samples, masks, strict=True)
+    ]
+    metrics = multi_turn_metrics(samples)
+    assert metrics["rollout/multi_turn/turns/mean"] == (2 + 1 + 0 + 1) / 4
+    assert metrics["rollout/multi_turn/turn_len/mean"] == (2 + 1 + 1 + 3) / 4
+    assert metrics["rollout/multi_turn/response_len/mean"] == (5 + 3 + 0 + 3) / 4
+    assert metrics["rollout/multi_turn/response_len_without_environment/mean"] == (3 + 1 + 0 + 3) / 4
+    assert multi_turn_metrics([]) == {}
+
+
+def test_categories_are_the_values_of_a_part(make_group):
+    parts = [{"kind": 2.0}, {"kind": 0.5}, {"kind": 2.0}, {}]
+    samples = make_group([1.0] * 4, parts=parts).samples
+    assert category_metrics(samples, "kind") == {"rollout/error_cat/0.5": 0.25, "rollout/error_cat/2": 0.5}
+
+
+def test_the_speed_of_a_rollout(make_group):
+    samples = [*make_group([1.0], length=6).samples, *make_group([None], length=2).samples]
+    samples[1] = replace(samples[1], remove_sample=True)
+    assert generation_metrics(samples, 2.0, 4) == {
+        "perf/tokens_per_gpu_per_sec": 1.0,
+        "perf/effective_tokens_per_gpu_per_sec": 0.75,
+        "perf/longest_sample_tokens_per_sec": 3.0,
+    }

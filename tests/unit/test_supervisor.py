@@ -14,6 +14,7 @@ from slime_core.contracts.engine import EngineInfo
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, TrainingError
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import Run, hookimpl
+from slime_core.launch.residency import Residency
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.session import Session
@@ -583,6 +584,8 @@ def a_session():
     )
     session.between_steps.set()
     session.transport = Transport(session)
+    devices = SimpleNamespace(offload=False, turn=lambda policy: policy.turn())
+    session.residency = Residency(devices, None, shared=False, offload_rollout=False)
     return session
 
 

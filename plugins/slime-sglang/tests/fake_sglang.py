@@ -14,6 +14,7 @@ class FakeSglang(ThreadingHTTPServer):
         self.model_info = {"weight_version": "default", **model_info}
         self.token, self.behave = token, behave
         self.requests = []
+        self.paused = False
 
     @property
     def address(self):
@@ -42,6 +43,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.generate(options)
         if "weight_version" in options and server.behave != "keeps its version":
             server.model_info["weight_version"] = options["weight_version"]
+        if self.path in ("/pause_generation", "/continue_generation"):
+            server.paused = self.path == "/pause_generation"
+        # Both generate a token to see, which a paused scheduler does not.
+        if self.path.startswith("/health") and server.paused:
+            return self.send(503, "")
+        if server.behave == "is busy":
+            return self.send(503, {"error": "no room"})
         answers = {
             "/model_info": server.model_info,
             "/server_info": {"version": "0.0", "tp_size": 1},

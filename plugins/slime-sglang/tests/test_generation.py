@@ -67,6 +67,20 @@ def test_an_answer_of_two_parts():
     assert whole.cached_tokens == 2
 
 
+def test_drafts_of_parts_add_up():
+    """Rates of the whole answer, by hand: 6 of 12 drafts accepted, 8 tokens in 4 passes."""
+    run = running()
+    take(run, reply([7, 8, 9], "abort", spec_verify_ct=2, spec_num_correct_drafts=1, spec_num_proposed_drafts=6))
+    run.break_off()
+    # As SGLang 0.5.16 names them.
+    take(run, reply([1, 2, 3, 4, 5], spec_verify_ct=2, spec_accepted_drafts=5, spec_proposed_drafts=6))
+    extra = run.completion(FinishReason.LENGTH, 0).extra
+    assert extra == {"spec_verify_ct": 4.0, "spec_accept_length": 2.0, "spec_accept_rate": 0.5}
+    run = running()
+    take(run, reply([1]))
+    assert run.completion(FinishReason.LENGTH, 0).extra == {}
+
+
 def test_a_stop_string_across_two_parts_is_not_missed():
     run = running(stop=("xyz", "q"))
     take(run, reply([7, 8, 9, 10, 11], "abort", spans=[("0", 0, 1), ("1", 1, 5)]))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import setup_for
+from engine_setup import setup_for
 
 from slime_core.errors import EngineError
 from slime_sglang import launching

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from conftest import setup_for
+from engine_setup import setup_for
 
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError

@@ -44,12 +44,13 @@ def play(driver, stack):
         assert (report.buckets > 2) == (rank == 0)
         assert rank or engine.holds(weights(version))
     engine.refuse = 0
-    failed = False
+    said = ""
     try:
         sender.send(exporter(3), 3, endpoints)
-    except EngineError:
-        failed = True
-    assert failed == (rank == 0)
+    except EngineError as error:
+        said = str(error)
+    assert "refused for the test" in said
+    assert said.startswith("another trainer rank") == (rank == 1)
     engine.refuse = None
     sender.send(exporter(4), 4, endpoints)
     assert rank or engine.holds(weights(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -85,12 +86,13 @@ def test_every_sample_gets_a_finite_number(case: Case) -> None:
 
 
 def test_order_changes_nothing(case: Case) -> None:
-    for example in examples(case):
-        straight = numbers(case, group_of(example.responses, example=example))
-        turned = numbers(case, group_of(example.responses[::-1], example=example))
-        require_same("the same answers in the opposite order", turned[::-1], straight, tolerance=0)
-        shifted = numbers(case, group_of([*example.responses[1:], example.responses[0]], example=example))
-        require_same("the same answers, the first one last", [shifted[-1], *shifted[:-1]], straight, tolerance=0)
+    for group in groups_of(case):
+        first, *others = group.samples
+        straight = numbers(case, group)
+        turned = numbers(case, replace(group, samples=group.samples[::-1]))
+        require_same("the same samples in the opposite order", turned[::-1], straight, tolerance=0)
+        shifted = numbers(case, replace(group, samples=(*others, first)))
+        require_same("the same samples, the first one last", [shifted[-1], *shifted[:-1]], straight, tolerance=0)
 
 
 def test_scores_the_same_twice(case: Case) -> None:

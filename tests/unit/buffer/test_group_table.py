@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slime_core.buffer.json_text import json_text
 from slime_core.buffer.table import groups_to_table, read_groups, table_to_groups, write_groups, write_table
 from slime_core.errors import DataError, StorageError
-from slime_core.types import Prompt, Sample, SampleGroup, Status, VersionSpan
+from slime_core.types import Prompt, Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -65,12 +65,14 @@ def samples(draw: st.DrawFn, prompt: Prompt) -> Sample:
             VersionSpan(*span)
             for span in draw(st.lists(st.tuples(st.integers(0, 2**40), st.just(0), st.just(length)), max_size=2))
         ),
+        span_rewards=tuple(SpanReward(0, length, value) for value in draw(st.lists(st.floats(), max_size=2))),
         status=draw(st.sampled_from(Status)),
         reward=draw(st.none() | st.floats()),
         reward_parts=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
         credit_key=draw(st.none() | INT64),
         remove_sample=draw(st.booleans()),
         metadata=draw(OBJECT),
+        counts=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
     )
 
 
@@ -127,8 +129,10 @@ def make_group(group_index: int = 3, lengths: tuple[int, ...] = (2, 0, 3)) -> Sa
             rollout_log_probs=np.full(length, -0.5, np.float32),
             response="ab"[:length],
             spans=(VersionSpan(4, 0, length),) if length else (),
+            span_rewards=(SpanReward(1, length, 0.25),) if length else (),
             reward=1.0,
             reward_parts={"format": 0.5},
+            counts={"turns": 2.0},
         )
         for number, length in enumerate(lengths)
     ]
@@ -158,6 +162,7 @@ def test_the_columns_that_readers_see(tmp_path: Path):
         "tools": None,
         "prompt_metadata": '{"level": 1}',
         "metadata": "{}",
+        "counts": [("turns", 2.0)],
         "origin": "train.jsonl, line 4",
         "prompt_token_ids": [5, 6],
         "prompt_length": 2,
@@ -165,6 +170,7 @@ def test_the_columns_that_readers_see(tmp_path: Path):
         "loss_mask": [1, 1, 1],
         "rollout_log_probs": [-0.5, -0.5, -0.5],
         "spans": [{"version": 4, "start": 0, "end": 3}],
+        "span_rewards": [{"start": 1, "end": 3, "value": 0.25}],
     }
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     assert list(path.parent.iterdir()) == [path]

@@ -291,27 +291,30 @@ class FsdpBackend(TrainBackend):
             copy_weights(trainer.model, copy)
         trainer.refreshed.add(name)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         if self._moves():
-            self._move(torch.device("cpu"))
+            self._move(torch.device("cpu"), weights=not keep_weights, others=True)
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         if self._moves():
-            self._move(self._ready.placement.device)
+            self._move(self._ready.placement.device, weights=True, others=not weights_only)
 
     def _moves(self) -> bool:
         placement = self._ready.placement
         return placement.device.type == "cuda" and not placement.cpu_offload
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, *, weights: bool, others: bool) -> None:
         trainer = self._ready
         trainer.optimizer.zero_grad(set_to_none=True)
-        for model in (trainer.model, *trainer.copies.values()):
-            model.to(device)
-        for values in trainer.adapter_copies.values():
-            values.update({name: value.to(device) for name, value in values.items()})
-        move_optimizer(trainer.optimizer, device)
+        if weights:
+            trainer.model.to(device)
+        if others:
+            for model in trainer.copies.values():
+                model.to(device)
+            for values in trainer.adapter_copies.values():
+                values.update({name: value.to(device) for name, value in values.items()})
+            move_optimizer(trainer.optimizer, device)
 
     def close(self) -> None:
         if self._trainer is not None:

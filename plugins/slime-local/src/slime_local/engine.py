@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
@@ -44,7 +45,8 @@ class LocalEngine(RolloutEngine):
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._paused = False
-        self._asleep = False
+        self._absent: frozenset[Memory] = frozenset()
+        """What was given back."""
         self._version = -1
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
@@ -69,7 +71,9 @@ class LocalEngine(RolloutEngine):
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
         return EngineInfo(
-            capabilities=frozenset({Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP})
+            capabilities=frozenset(
+                {Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP, Capability.SCORES}
+            )
         )
 
     # ---------------------------------------------------------------- the decode task
@@ -86,7 +90,7 @@ class LocalEngine(RolloutEngine):
 
     def _consider(self) -> None:
         """Lets the decode task run exactly when there is work and nothing holds it."""
-        held = self._paused or self._asleep or self._loader.incomplete
+        held = self._paused or self._absent or self._loader.incomplete
         if self._decoder.busy and not held:
             self._runnable.set()
         else:
@@ -132,7 +136,7 @@ class LocalEngine(RolloutEngine):
     def _entered(self, requests: Sequence[GenerateRequest], ticket: Ticket) -> Iterator[None]:
         """Puts the requests into the decoder; ends those that still run when the caller goes away."""
         setup = self._ready()
-        if self._asleep:
+        if self._absent:
             raise EngineError(f"{self._name}: generate while asleep; call wake first.")
         self._check(requests)
         rows = []
@@ -200,8 +204,8 @@ class LocalEngine(RolloutEngine):
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `WeightLoader.load`."""
         self._ready()
-        if self._asleep:
-            raise EngineError(f"{self._name}: load_bucket while asleep; call wake first.")
+        if Memory.WEIGHTS in self._absent:
+            raise EngineError(f"{self._name}: load_bucket without memory for its weights; call wake first.")
         try:
             complete = self._loader.load(bucket)
             if complete:
@@ -219,23 +223,40 @@ class LocalEngine(RolloutEngine):
         self._ready()
         return self._loader.checksum()
 
+    # ---------------------------------------------------------------- scoring
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        self._ready()
+        if self._absent:
+            raise EngineError(f"{self._name}: score while asleep; call wake first.")
+        answers = []
+        for tokens, count in zip(sequences, num_tokens, strict=True):
+            answers.append(self._model.log_probs(tokens, count))
+            # Whoever else uses this loop gets a turn.
+            await asyncio.sleep(0)
+        return answers
+
     # ---------------------------------------------------------------- life
 
-    async def sleep(self) -> None:
-        """Frees keys and values; on a GPU the weights move to the host as well."""
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+        """Frees keys and values, except those of requests that a pause holds; on a GPU the weights go to the host."""
         self._ready()
-        if self._asleep:
-            return
-        self._decoder.release()
-        self._asleep = True
-        if self._model.device.type == "cuda":
+        wanted = frozenset(Memory if tags is None else tags) - self._absent
+        if Memory.KV_CACHE in wanted and not (self._paused and self._decoder.busy):
+            self._decoder.release()
+        self._absent |= wanted
+        if Memory.WEIGHTS in wanted and self._model.device.type == "cuda":
             self._model.network.to("cpu")
             torch.cuda.empty_cache()
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
         self._ready()
-        self._model.network.to(self._model.device)
-        self._asleep = False
+        wanted = frozenset(Memory if tags is None else tags)
+        if Memory.WEIGHTS in wanted:
+            self._model.network.to(self._model.device)
+        self._absent -= wanted
         self._consider()
 
     async def health(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,6 +45,25 @@ class RolloutModel:
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+    @torch.inference_mode()
+    def log_probs(self, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
+        """(count,) of the last `count` tokens of one sequence, at temperature 1."""
+        if not count:
+            return np.empty(0, np.float32)
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self.device)[None]
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        output = self.network(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=ProbeView(),
+            use_cache=True,
+            logits_to_keep=count + 1,
+        )
+        rows = output.logits[0, :-1].float()
+        chosen = rows.gather(1, ids[0, -count:, None])[:, 0] - rows.logsumexp(-1)
+        found: npt.NDArray[np.float32] = chosen.cpu().numpy()
+        return found
 
 
 def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:

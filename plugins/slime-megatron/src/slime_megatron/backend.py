@@ -334,17 +334,17 @@ class MegatronBackend(TrainBackend):
         trainer.copies[name] = copied(trainer.tensors)
         trainer.refreshed.add(name)
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         if self._ready.placement.device.type == "cuda":
             from slime_megatron.residency import to_host
 
-            to_host(self._ready.chunks, self._ready.optimizer)
+            to_host(self._ready.chunks, self._ready.optimizer, weights=not keep_weights)
 
-    def wake(self) -> None:
+    def wake(self, weights_only: bool = False) -> None:
         if self._ready.placement.device.type == "cuda":
             from slime_megatron.residency import to_device
 
-            to_device(self._ready.chunks, self._ready.optimizer)
+            to_device(self._ready.chunks, self._ready.optimizer, others=not weights_only)
 
     def close(self) -> None:
         if self._trainer is not None:

@@ -1,4 +1,4 @@
-"""Sleep: what Megatron keeps on the GPU goes to the host, and comes back."""
+"""Sleep: what Megatron keeps on the GPU goes to the host, and comes back; both in two parts, weights and the others."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 
-def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Weights, gradients' memory, optimiser."""
-    optimizer.zero_grad()
-    for part in parts_of(optimizer):
-        part.offload_to_cpu()
-    for buffer in buffers_of(chunks):
-        buffer.grad_bytes = buffer.grad_data.untyped_storage().size()
-        buffer.grad_data.untyped_storage().resize_(0)
-        if buffer.param_data is not None:
+def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, weights: bool = True) -> None:
+    """Gradients' memory and optimiser, if they are not there already; and the weights."""
+    buffers = buffers_of(chunks)
+    if not buffers or any(buffer.grad_data.untyped_storage().size() for buffer in buffers):
+        optimizer.zero_grad()
+        for part in parts_of(optimizer):
+            part.offload_to_cpu()
+    for buffer in buffers:
+        if size := buffer.grad_data.untyped_storage().size():
+            buffer.grad_bytes = size
+            buffer.grad_data.untyped_storage().resize_(0)
+        if weights and buffer.param_data is not None:
             buffer.param_host = buffer.param_data.to("cpu")
             buffer.param_data.untyped_storage().resize_(0)
-    for chunk in chunks:
+    for chunk in chunks if weights else ():
         for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
             if tensor.is_cuda and tensor.untyped_storage().size():
                 tensor.data = tensor.data.cpu()
     torch.cuda.empty_cache()
 
 
-def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, others: bool = True) -> None:
+    """What is not there yet: the weights; and gradients' memory and optimiser."""
     for buffer in buffers_of(chunks):
-        buffer.grad_data.untyped_storage().resize_(buffer.grad_bytes)
-        buffer.grad_data.zero_()
-        if buffer.param_data is not None:
+        if others:
+            buffer.grad_data.untyped_storage().resize_(buffer.grad_bytes)
+            buffer.grad_data.zero_()
+        if buffer.param_data is not None and getattr(buffer, "param_host", None) is not None:
             size = buffer.param_host.numel() * buffer.param_host.element_size()
             buffer.param_data.untyped_storage().resize_(size)
             buffer.param_data.copy_(buffer.param_host)
@@ -41,7 +46,7 @@ def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
         for tensor in [*chunk.module.parameters(), *chunk.module.buffers()]:
             if not tensor.is_cuda:
                 tensor.data = tensor.data.to(device)
-    for part in parts_of(optimizer):
+    for part in parts_of(optimizer) if others else ():
         part.restore_from_cpu()
 
 

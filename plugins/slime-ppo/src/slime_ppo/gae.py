@@ -16,8 +16,9 @@ class Gae(AdvantageEstimator):
     """delta_k = e_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lambd A_{k+1}, returns A_k + V_k; float64 inside.
 
     Only trained tokens count. Tokens of a tool cost no discount, receive nothing, and the value after a token is that of
-    the next trained one. e_k is minus the KL penalty of the token, plus the sample's reward at its last trained token.
-    After that one comes nothing, V = 0: also in an answer that was cut off, whose reward says what that is worth.
+    the next trained one. e_k is minus the KL penalty of the token, plus the sample's reward at its last trained token, or,
+    of a process reward, each part at the last trained token of its span. After the last one comes nothing, V = 0: also in
+    an answer that was cut off, whose reward says what that is worth.
     Samples without a reward (NaN) get advantage 0, and their old values as returns.
 
     Source: arXiv:1506.02438, equations 11 and 16.
@@ -38,7 +39,7 @@ class Gae(AdvantageEstimator):
 
         values_K = column[trained].astype(np.float64)
         next_K = np.where(last_K, 0.0, np.roll(values_K, -1))
-        rewards_K = np.where(last_K, inputs.rewards[sample_K], 0.0)
+        rewards_K = batch.rewards_by_token(inputs.rewards)[trained]
         if inputs.kl_penalty is not None:
             rewards_K -= inputs.kl_penalty[trained]
         deltas_M = np.zeros(len(batch.mask), np.float64)

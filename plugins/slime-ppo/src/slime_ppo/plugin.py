@@ -58,6 +58,7 @@ class Gae(AdvantageDriver):
     Config = GaeConfig
     needs = frozenset({Need.VALUES})
     accepts_kl_penalty = True
+    accepts_spans = True
 
     @classmethod
     def build(cls, config: GaeConfig) -> AdvantageEstimator:

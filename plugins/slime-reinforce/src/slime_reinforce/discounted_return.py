@@ -12,7 +12,8 @@ from slime_core.objective.discount import discounted_sums
 
 
 class DiscountedReturn(AdvantageEstimator):
-    """G_t = e_t + gamma G_(t+1) with e_t = -kl_penalty_t, plus the sample's reward at its last trainable token.
+    """G_t = e_t + gamma G_(t+1) with e_t = -kl_penalty_t, plus the sample's reward at its last trainable token, or, of a
+    process reward, each part at the last trainable token of its span.
 
     t counts trainable tokens only: a masked token (a tool's output) receives nothing, holds no reward and costs no
     discount. Fully masked samples, and samples without a reward (NaN), get 0.
@@ -27,12 +28,8 @@ class DiscountedReturn(AdvantageEstimator):
         batch = inputs.batch
         scored_S = ~np.isnan(inputs.rewards)
         credited_M = batch.mask.astype(np.bool_) & scored_S[batch.sample_of_token]
-        token_reward_M = np.zeros(len(batch.mask), dtype=np.float64)
+        token_reward_M = batch.rewards_by_token(inputs.rewards)
         if inputs.kl_penalty is not None:
             token_reward_M -= inputs.kl_penalty
-        trainable = np.flatnonzero(batch.mask)
-        last_trainable_S = np.cumsum(batch.num_trainable) - 1
-        ending_S = scored_S & (batch.num_trainable > 0)
-        token_reward_M[trainable[last_trainable_S[ending_S]]] += inputs.rewards[ending_S]
         returns_M = discounted_sums(token_reward_M, batch.response_length, credited_M, self._gamma)
         return Credit(advantages=returns_M.astype(np.float32), sample_credit=np.where(scored_S, inputs.rewards, 0.0))

@@ -91,6 +91,7 @@ class DiscountedReturn(AdvantageDriver):
 
     Config = DiscountedReturnConfig
     accepts_kl_penalty = True
+    accepts_spans = True
 
     @classmethod
     def build(cls, config: DiscountedReturnConfig) -> AdvantageEstimator:

@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import pickle
-import secrets
 import struct
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ import xxhash
 from slime_core.errors import EngineError, near_matches
 from slime_core.types.weights import Bucket
 
-SHARED: Final = Path("/dev/shm")
 ALIGNMENT: Final = 16
 """Bytes: a view of another dtype has to begin at a multiple of its size."""
 LISTED: Final = 8
@@ -40,6 +38,28 @@ class Call:
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return self._function, ()
+
+
+class SharedBytes:
+    """Bytes that a process of this user on this machine can map by `path`, until `close`. They have no name in any file
+    system: however this process ends, nothing of them stays."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._descriptor = os.memfd_create("slime-weights")
+        try:
+            with open(self._descriptor, "wb", closefd=False) as file:
+                # An empty file cannot be mapped.
+                file.write(data if data.nbytes else b"\0")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 @contextlib.contextmanager
@@ -65,12 +85,9 @@ def payload(bucket: Bucket, *, shared: bool) -> Iterator[str]:
         )
     with contextlib.ExitStack() as stack:
         if shared:
-            path = SHARED / f"slime-{os.getpid()}-{secrets.token_hex(8)}"
-            stack.callback(path.unlink, missing_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data.data)
-            flat = functools.partial(torch.from_file, str(path), shared=True, size=size, dtype=torch.uint8)
+            memory = SharedBytes(data.data)
+            stack.callback(memory.close)
+            flat = functools.partial(torch.from_file, memory.path, shared=True, size=size, dtype=torch.uint8)
         else:
             flat = functools.partial(torch.frombuffer, bytearray(data.data), dtype=torch.uint8)
         pickled = pickle.dumps({"flattened_tensor": Call(flat), "metadata": metadata})

@@ -9,7 +9,7 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineUnavailable
 
 IDLE_S: Final = 3.0
 """A connection that was idle for longer is not used again: an external server closes it after five seconds."""
@@ -17,6 +17,9 @@ OTHER_FILES: Final = 1024
 """Open files that are no connections."""
 SHOWN: Final = 400
 """Characters of an unexpected answer."""
+UNAVAILABLE: Final = 503
+NOT_PASSED_ON: Final = "call_upstream_request_error"
+"""sglang-router's word, in `x-smg-error-code`, for a request that did not reach a server."""
 
 
 class ConnectionLost(EngineError):
@@ -58,7 +61,8 @@ class Connection:
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The answer. EngineError if there is none in time, it is no JSON, or its status is not 2xx."""
+        """The answer. EngineUnavailable if the request has reached nobody; EngineError if there is no answer in time, it is
+        no JSON, or its status is not 2xx."""
         return await self.ask("POST", path, body, timeout_s=timeout_s, headers=headers)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
@@ -98,9 +102,11 @@ class Connection:
                 method, self.address + path, data=data, headers=sent, timeout=timeout
             ) as answer:
                 content = await answer.read()
-                status = answer.status
+                status, code = answer.status, answer.headers.get("x-smg-error-code")
         except TimeoutError as error:
             raise EngineError(f"{self.name}: {method} {path} has not been answered in {timeout_s:g} s.") from error
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnavailable(f"{self.name}: {method} {path}: nobody answers there: {error}.") from error
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
             raise ConnectionLost(f"{self.name}: {method} {path}: the server closed the connection.") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
@@ -112,6 +118,8 @@ class Connection:
                 f"{self.name}: {method} {path}: the server refuses the token (status {status}). For external servers, "
                 "engine.external_engine_token_file must hold their --api-key."
             )
+        if status == UNAVAILABLE or code == NOT_PASSED_ON:
+            raise EngineUnavailable(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
         if not 200 <= status < 300:
             raise EngineError(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
         if not content.strip():

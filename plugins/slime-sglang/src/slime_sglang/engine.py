@@ -10,8 +10,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
-from slime_core.contracts.engine import EngineInfo, EngineSetup, RolloutEngine
+from slime_core.contracts.engine import EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -24,6 +27,7 @@ from slime_sglang.generation import RequestIds, Running, version_of
 from slime_sglang.launching import start_server
 from slime_sglang.process import ServerProcess
 from slime_sglang.router import Router, start_router
+from slime_sglang.scoring import score_body, scored
 from slime_sglang.server.checksum import ACTION
 
 if TYPE_CHECKING:
@@ -71,7 +75,8 @@ class SglangEngine(RolloutEngine):
         self._paused = False
         self._pauses = 0
         self._sweeps = 0
-        self._asleep = False
+        self._absent: set[Memory] = set()
+        """What was given back."""
 
     # ---------------------------------------------------------------- life
 
@@ -161,10 +166,11 @@ class SglangEngine(RolloutEngine):
             await pool.close()
 
     async def health(self) -> None:
-        """Asks each server; a paused one is not asked to generate."""
+        """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
+        routes do: its scheduler is asked for its state."""
         self._ready()
         before = self._pauses
-        if not (self._paused or self._asleep):
+        if not (self._paused or self._absent):
             try:
                 await self._ask_health("/health_generate")
                 return
@@ -172,7 +178,7 @@ class SglangEngine(RolloutEngine):
                 # A pause ends the token that it asked for.
                 if not self._paused and self._pauses == before:
                     raise
-        await self._ask_health("/health")
+        await self._ask_health("/server_info")
 
     async def _ask_health(self, path: str) -> None:
         await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
@@ -212,7 +218,7 @@ class SglangEngine(RolloutEngine):
 
     def _enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
         setup = self._ready()
-        if self._asleep:
+        if self._absent:
             raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
         self._check(requests)
         runs = [Running(request) for request in requests]
@@ -317,10 +323,31 @@ class SglangEngine(RolloutEngine):
             self._load[place] -= 1
         return run.take(reply, expected_version=expected, vocab_size=self._vocab_size, server=server.name)
 
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """A request each, all at once; over the servers in turn."""
+        self._ready()
+        if self._absent:
+            raise EngineRefused(f"{self._name}: score while asleep; call wake first.")
+        asked = [
+            self._score(place % len(self._servers), tokens, count)
+            for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
+        ]
+        return list(await asyncio.gather(*asked))
+
+    async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
+        if not count:
+            return np.empty(0, np.float32)
+        server = self._servers[place] if self._router is None else self._router.connection
+        rid = self._rids.next_for("score")
+        reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
+        return scored(reply, tokens, count, server.name)
+
     def _place(self, session: str | None) -> int:
         """The server with the least requests; a session stays where it was."""
         if session is not None:
-            return sum(session.encode()) % len(self._servers)
+            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._servers)
         return min(range(len(self._servers)), key=lambda place: self._load[place])
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -400,7 +427,7 @@ class SglangEngine(RolloutEngine):
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `BucketOrder.check`; also EngineError while not paused, since SGLang would wait for running requests."""
         self._ready()
-        if self._asleep or not self._paused:
+        if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
         self._order.check(bucket)
         self._order.incomplete = True
@@ -482,32 +509,35 @@ class SglangEngine(RolloutEngine):
 
     # ---------------------------------------------------------------- memory
 
-    async def sleep(self) -> None:
-        """Frees what SGLang's memory saver holds (`engine.offload`); the weights are kept on the host."""
+    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+        """Frees what SGLang's memory saver holds of these; the weights are kept on the host. Requests that a pause holds
+        wait here, so the servers are idle."""
         self._ready()
-        if self._asleep:
+        gone = [tag for tag in (Memory if tags is None else tags) if tag not in self._absent]
+        if not gone:
             return
-        if self._running:
+        if self._running and not (self._paused and self._config.pause_mode == "abort"):
             raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
-        await asyncio.gather(*(self._flush(server) for server in self._servers))
-        await self._post_all("/release_memory_occupation", {})
-        self._asleep = True
+        if Memory.KV_CACHE in gone:
+            await asyncio.gather(*(self._flush(server) for server in self._servers))
+        await self._post_all("/release_memory_occupation", {"tags": gone})
+        self._absent.update(gone)
 
-    async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """All memory again, or that of `tags`: weights, kv_cache, cuda_graph. It is awake when it has all."""
+    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
+        """All memory again, or that of `tags`."""
         self._ready()
-        if not self._asleep:
-            return
-        await self._post_all("/resume_memory_occupation", {"tags": None if tags is None else list(tags)})
-        if tags is None or "kv_cache" in tags:
-            self._asleep = False
+        # SGLang dies of a tag that it has not released.
+        missing = [tag for tag in (Memory if tags is None else tags) if tag in self._absent]
+        if missing:
+            await self._post_all("/resume_memory_occupation", {"tags": missing})
+            self._absent.difference_update(missing)
 
     # ---------------------------------------------------------------- what transports use
 
     async def endpoints(self) -> list[EngineEndpoint]:
         """EngineError unless the engine is paused: SGLang would wait for running requests."""
         setup = self._ready()
-        if self._asleep or not self._paused:
+        if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: new weights need a paused engine that is awake; call pause first.")
         # A version counts once all of it is there.
         self._order.incomplete = True

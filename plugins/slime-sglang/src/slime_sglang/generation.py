@@ -42,6 +42,49 @@ class RequestIds:
         return f"{request_id}#{self._start}-{next(self._count)}."
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What speculative decoding did for an answer; parts of it add up."""
+
+    verified: int = 0
+    """Forward passes of the model itself."""
+    proposed: int = 0
+    accepted: int = 0
+    written: int = 0
+    """Tokens that those passes gave, one of each being the model's own."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any], written: int) -> Drafts:
+        """Nothing where the server does not speculate. Servers before 0.5.20 know the counts by other names."""
+        verified = int(meta.get("spec_verify_ct") or 0)
+        if not verified:
+            return cls()
+        proposed = first_of(meta, "spec_num_proposed_drafts", "spec_proposed_drafts")
+        accepted = first_of(meta, "spec_num_correct_drafts", "spec_accepted_drafts")
+        return cls(verified=verified, proposed=proposed, accepted=accepted, written=written)
+
+    def __add__(self, other: Drafts) -> Drafts:
+        return Drafts(
+            self.verified + other.verified,
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.written + other.written,
+        )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        if not self.verified:
+            return {}
+        found = {"spec_verify_ct": float(self.verified), "spec_accept_length": self.written / self.verified}
+        if self.proposed:
+            found["spec_accept_rate"] = self.accepted / self.proposed
+        return found
+
+
+def first_of(meta: Mapping[str, Any], *names: str) -> int:
+    return next((int(meta[name]) for name in names if meta.get(name) is not None), 0)
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A request, and its answer so far."""
@@ -55,7 +98,7 @@ class Running:
     log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
+    drafts: Drafts = field(default_factory=Drafts)
     sweep: int = 0
     """How often the engine had aborted everything when this part was sent."""
     aborted: bool = False
@@ -126,9 +169,7 @@ class Running:
             self._add_span(version, start + offset, end + offset)
         if not self.part:
             self.cached_tokens = cached
-        for name in ("spec_accept_rate", "spec_accept_length"):
-            if isinstance(meta.get(name), int | float):
-                self.extra[name] = float(meta[name])
+        self.drafts = self.drafts + Drafts.of(meta, len(pairs))
         return reason
 
     def _check(
@@ -187,7 +228,7 @@ class Running:
             spans=tuple(self.spans),
             cached_tokens=self.cached_tokens,
             engine_index=engine_index,
-            extra=self.extra,
+            extra=self.drafts.metrics,
         )
 
 

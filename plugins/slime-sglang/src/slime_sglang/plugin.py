@@ -45,8 +45,6 @@ class SglangOptions(DriverConfig):
     deterministic: bool | None = None
     """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
     GPU. By default on for own servers on a CPU, off elsewhere."""
-    offload: bool = False
-    """Memory can be given back while the trainer works (`enable_memory_saver`); for engines on the trainer's devices."""
     start_timeout: float = Field(default=900.0, gt=0)
     """Seconds until a server must answer. On a GPU the first start compiles kernels for minutes."""
     request_timeout: float = Field(default=14400.0, gt=0)
@@ -104,7 +102,13 @@ class Sglang(EngineDriver):
     Config = make_config()
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     may_offer: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT, Capability.VERSION_SPANS, Capability.SLEEP}
+        {
+            Capability.DETERMINISTIC,
+            Capability.BATCH_INVARIANT,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+        }
     )
 
     @classmethod

@@ -19,7 +19,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "random_seed": "seed",
         "device": "launcher.device",
         "tp_size": "launcher.rollout_num_gpus_per_engine, engine.pp_size and engine.servers",
-        "enable_memory_saver": "engine.offload",
+        "enable_memory_saver": "launcher.offload_rollout",
         "host": "the engine: loopback",
         "port": "the engine: a free one",
         "nccl_port": "the engine: a free one",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field
 
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.example import Example
 from slime_core.contracts.paths import RunPath
 from slime_core.contracts.tracker import Tracker, TrackerDriver
 from slime_core.errors import PluginError
@@ -38,12 +44,92 @@ class Curves(TrackerDriver):
 
     @classmethod
     def build(cls, config: DriverConfig) -> Tracker:
-        try:
+        with installed("curves", "matplotlib", "plot"):
             from slime_track.curves import CurvesTracker
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "matplotlib":
-                raise
-            raise PluginError(
-                "tracker 'curves' draws with matplotlib, which is not installed. Say: pip install 'slime-track[plot]'"
-            ) from error
         return CurvesTracker()
+
+
+class WandbConfig(DriverConfig):
+    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+    """offline: into files that `wandb sync` sends when you say so; online: to the server as they come; disabled: nowhere."""
+    wandb_dir: RunPath | None = None
+    """Folder for W&B's own files; by default the run's folder."""
+    wandb_key_file: RunPath | None = None
+    """File with the API key; by default the one that `wandb login` has stored."""
+    wandb_host: str | None = None
+    """Address of a server of your own."""
+    wandb_team: str | None = None
+    """Team or user; by default yours."""
+    wandb_project: str = Field("slime", min_length=1)
+    """Project."""
+    wandb_group: str | None = None
+    """Group of runs."""
+    wandb_run_id: str | None = None
+    """Id of the run; by default a new one, which the run's folder keeps for when it is resumed."""
+    disable_wandb_random_suffix: bool = False
+    """The name is the run's alone, without the id."""
+    wandb_always_use_train_step: bool = False
+    """Draw everything over the number of optimiser steps."""
+
+
+class Wandb(TrackerDriver):
+    """Weights & Biases, online or offline."""
+
+    Config = WandbConfig
+
+    @classmethod
+    def build(cls, config: WandbConfig) -> Tracker:
+        with installed("wandb", "wandb", "wandb"):
+            from slime_track.wandb import WandbSettings, WandbTracker
+        return WandbTracker(
+            WandbSettings(
+                mode=config.wandb_mode,
+                folder=None if config.wandb_dir is None else Path(config.wandb_dir),
+                key_file=None if config.wandb_key_file is None else Path(config.wandb_key_file),
+                host=config.wandb_host,
+                team=config.wandb_team,
+                project=config.wandb_project,
+                group=config.wandb_group,
+                run_id=config.wandb_run_id,
+                random_suffix=not config.disable_wandb_random_suffix,
+                always_use_train_step=config.wandb_always_use_train_step,
+            )
+        )
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return (Example(options={"wandb_always_use_train_step": True}),)
+
+
+class MlflowConfig(DriverConfig):
+    tracking_uri: str | None = None
+    """Server or database (`http://…`, `sqlite:///…`); by default the file mlflow.db in the run's folder."""
+    experiment: str = Field("slime", min_length=1)
+    """Experiment, made if there is none of this name."""
+    run_name: str | None = None
+    """By default the run's."""
+
+
+class Mlflow(TrackerDriver):
+    """MLflow: a server, or a database file in the run's folder."""
+
+    Config = MlflowConfig
+
+    @classmethod
+    def build(cls, config: MlflowConfig) -> Tracker:
+        with installed("mlflow", "mlflow", "mlflow"):
+            from slime_track.mlflow import MlflowTracker
+        return MlflowTracker(tracking_uri=config.tracking_uri, experiment=config.experiment, run_name=config.run_name)
+
+
+@contextmanager
+def installed(tracker: str, package: str, extra: str) -> Iterator[None]:
+    """What to type when the tracker's package is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise PluginError(
+            f"tracker {tracker!r} needs {package}, which is not installed. Say: pip install 'slime-track[{extra}]'"
+        ) from error

@@ -6,12 +6,9 @@ It unpickles with a list of allowed modules; torch and types are among them.
 from __future__ import annotations
 
 import base64
-import errno
 import functools
 import io
-import os
 import pickle
-import secrets
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -20,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from slime_core.errors import StorageError
-from slime_sglang.buckets import SHARED, Call
+from slime_sglang.buckets import Call, SharedBytes
 from slime_sglang.transports.flat import FlatBucket
 
 DEVICE: Final = 6
@@ -44,30 +40,17 @@ def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
 
 
 class SharedMemory:
-    """A bucket in a file of shared memory, until `close`. `payload` is what a server on this machine is sent."""
+    """A bucket in shared memory, until `close`. `payload` is what a server on this machine is sent."""
 
     def __init__(self, bucket: FlatBucket) -> None:
-        self._path = SHARED / f"slime-{os.getpid()}-{secrets.token_hex(8)}"
         size = bucket.data.nbytes
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                # An empty file cannot be mapped.
-                file.write(bucket.data.cpu().numpy().data if size else b"\0")
-        except OSError as error:
-            self.close()
-            if error.errno != errno.ENOSPC:
-                raise
-            raise StorageError(
-                f"{SHARED}: no room for a bucket of {size / 2**20:.0f} MiB, of which two are needed. Give it more, or "
-                "choose a smaller --update-weight-buffer-size."
-            ) from error
-        flat = functools.partial(torch.from_file, str(self._path), shared=True, size=size, dtype=torch.uint8)
+        self._memory = SharedBytes(bucket.data.cpu().numpy().data)
+        flat = functools.partial(torch.from_file, self._memory.path, shared=True, size=size, dtype=torch.uint8)
         pickled = pickle.dumps({"flattened_tensor": Call(flat), "metadata": description(bucket)})
         self.payload = base64.b64encode(pickled).decode()
 
     def close(self) -> None:
-        self._path.unlink(missing_ok=True)
+        self._memory.close()
 
 
 class HandlePickler(ForkingPickler):

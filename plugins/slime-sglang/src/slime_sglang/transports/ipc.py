@@ -6,13 +6,11 @@ file of shared memory: unlike torch's own sharing this starts no helper process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import torch.distributed as dist
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
 from slime_core.errors import EngineError
@@ -25,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class KnownToAll(EngineError):
+    """Every rank has heard of it, in this turn."""
+
+
 class IpcSender(ServerSender):
     """While the engines load a bucket, the next one is gathered and flattened. A bucket is kept until it is loaded."""
 
@@ -35,11 +37,7 @@ class IpcSender(ServerSender):
                 'With devices of their own, use "distributed".'
             )
         super().setup(setup)
-        self._group: dist.ProcessGroup | None = None
         self._first_rank: dict[tuple[int, int], int] = {}
-        if setup.device == "cuda" and setup.world_size > 1:
-            limit = timedelta(seconds=self._config.update_weights_timeout)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
 
     @property
     def everywhere(self) -> bool:
@@ -106,41 +104,47 @@ class IpcSender(ServerSender):
         engines: Sequence[EngineEndpoint],
         digests: Digests | None,
     ) -> SentReport:
-        """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together."""
+        """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together. A rank
+        that fails between two turns says so in the next one."""
         mine = self._engines_from_here(engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         held: FlatBucket | None = None
-        for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
-            assert bucket is not None, "an export everywhere gives every rank all tensors"
-            handles = self._exchange(calls, cuda_handle(bucket))
-            held = bucket
-            calls = [
-                self._post(engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, version)
-                for engine in mine
-            ]
-            if digests is not None:
-                digests.add(bucket)
-            buckets += bool(mine)
-            bytes_sent += bucket.data.nbytes if mine else 0
-        self._exchange(calls, "")
+        try:
+            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
+                assert bucket is not None, "an export everywhere gives every rank all tensors"
+                handles = self._exchange(calls, functools.partial(cuda_handle, bucket))
+                held = bucket
+                calls = [
+                    self._post(engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, version)
+                    for engine in mine
+                ]
+                if digests is not None:
+                    digests.add(bucket)
+                buckets += bool(mine)
+                bytes_sent += bucket.data.nbytes if mine else 0
+            self._exchange(calls, lambda: "")
+        except KnownToAll:
+            raise
+        except Exception as error:
+            # The others are in their next turn, or will be.
+            self.agree(("", f"{type(error).__name__}: {error}"))
+            raise
         del held
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _exchange(self, calls: Sequence[Future[Any]], handle: str) -> list[str]:
-        """Every rank's handle. EngineError on all ranks if one of them has met one."""
-        failure: EngineError | None = None
+    def _exchange(self, calls: Sequence[Future[Any]], make_handle: Callable[[], str]) -> list[str]:
+        """Every rank's handle, once `calls` have ended. KnownToAll on all ranks if one of them has met an error."""
+        handle, failure = "", None
         try:
             self.servers.finish(calls)
-        except EngineError as error:
+            handle = make_handle()
+        except (EngineError, RuntimeError) as error:
             failure = error
-        said: list[Any] = [(handle, None if failure is None else str(failure))]
-        if self._group is not None:
-            said = [None] * self.place.world_size
-            dist.all_gather_object(said, (handle, None if failure is None else str(failure)), group=self._group)
+        said = self.agree((handle, None if failure is None else str(failure)))
         failures = [text for _, text in said if text is not None]
         if failures:
-            raise EngineError("; ".join(failures)) from failure
+            raise KnownToAll("; ".join(failures)) from failure
         return [text for text, _ in said]
 
     def _engines_from_here(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:

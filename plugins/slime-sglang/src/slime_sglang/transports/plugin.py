@@ -33,6 +33,19 @@ class SentConfig(DriverConfig):
 
 class SentDriver(TransportDriver):
     serves: ClassVar[tuple[str, ...]] = ("sglang",)
+    by_rank: ClassVar[bool] = False
+    """Every process of a server is given weights, and SGLang numbers them by their tensor-parallel rank alone."""
+
+    @classmethod
+    def problems(cls, config: Any, engine: Any) -> list[str]:
+        stages = getattr(engine, "pp_size", None) or 1
+        if not cls.by_rank or stages == 1:
+            return []
+        name = cls.__name__.lower()
+        return [
+            f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal ranks, '
+            'so they cannot be told apart. Use sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
+        ]
 
     @classmethod
     def build(cls, config: Any) -> SentTransport:
@@ -53,9 +66,10 @@ class IpcConfig(SentConfig):
 
 
 class Ipc(SentDriver):
-    """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU /dev/shm)."""
+    """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU a mapped file)."""
 
     Config = IpcConfig
+    by_rank: ClassVar[bool] = True
 
     @classmethod
     def build_sender(cls, config: Any) -> IpcSender:
@@ -72,6 +86,7 @@ class Distributed(SentDriver):
     """The first trainer rank broadcasts to all engines' ranks: NCCL on GPUs, gloo on a CPU."""
 
     Config = DistributedConfig
+    by_rank: ClassVar[bool] = True
 
     @classmethod
     def build_sender(cls, config: Any) -> DistributedSender:

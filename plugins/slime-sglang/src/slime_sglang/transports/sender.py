@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch.distributed as dist
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
+from slime_core.errors import EngineError
 from slime_sglang.transports.equality import Digests, require_equal
 from slime_sglang.transports.flat import FlatBucket
 from slime_sglang.transports.servers import Servers
@@ -17,8 +22,12 @@ if TYPE_CHECKING:
     from slime_sglang.transports.plugin import SentConfig
 
 
+T = TypeVar("T")
+
+
 class ServerSender(WeightSender):
-    """`send` exports once. Whatever fails, the export is exhausted: other ranks wait for this one in its gathers.
+    """`send` exports once. Whatever fails, the export is exhausted: other ranks wait for this one in its gathers. At the
+    end all ranks know of a failure of one, and all of them fail.
 
     What the backend says never changes is sent to an engine once, unless all is to be compared.
 
@@ -31,12 +40,17 @@ class ServerSender(WeightSender):
         self._config = config
         self._place: SenderSetup | None = None
         self._servers: Servers | None = None
+        self._ranks: dist.ProcessGroup | None = None
         self._complete: set[EngineEndpoint] = set()
         """Engines that were sent what never changes."""
 
     def setup(self, setup: SenderSetup) -> None:
         self._place = setup
         self._servers = Servers(self._config.update_weights_timeout)
+        if setup.world_size > 1:
+            # Ranks that fail early wait here for those that still send.
+            limit = timedelta(seconds=2 * self._config.update_weights_timeout)
+            self._ranks = dist.new_group(backend="gloo", timeout=limit)
 
     @property
     def everywhere(self) -> bool:
@@ -59,15 +73,37 @@ class ServerSender(WeightSender):
         digests = Digests() if checks and self.place.rank == 0 else None
         known = self.skips_frozen and not checks and self._complete.issuperset(engines)
         self._complete, complete = set(), self._complete
-        try:
-            report = self.bring(self._without_frozen(layers) if known else layers, version, engines, digests)
-        finally:
-            for _ in layers:
-                pass
+        report = SentReport()
+        with self.failing_together():
+            try:
+                report = self.bring(self._without_frozen(layers) if known else layers, version, engines, digests)
+            finally:
+                for _ in layers:
+                    pass
+            if digests is not None:
+                require_equal(self.servers, engines, digests, version)
         self._complete = complete.union(engines)
-        if digests is not None:
-            require_equal(self.servers, engines, digests, version)
         return report
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What fails inside on one rank fails on all, with the first one's reason."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(f"{type(error).__name__}: {error}")
+            raise
+        failures = [said for said in self.agree(None) if said is not None]
+        if failures:
+            raise EngineError(f"another trainer rank could not send weights: {failures[0]}")
+
+    def agree(self, said: T) -> list[T]:
+        """What every rank says, by rank."""
+        if self._ranks is None:
+            return [said]
+        answers: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(answers, said, group=self._ranks)
+        return answers
 
     def _without_frozen(self, layers: Iterator[Mapping[str, Tensor] | None]) -> Iterator[Mapping[str, Tensor] | None]:
         """Under adapters most of a model: what they touch comes merged."""

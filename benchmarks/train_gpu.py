@@ -1,11 +1,15 @@
-"""Speed and memory of backend fsdp's own training step on one GPU: a random model of Qwen3-0.6B's shape, clip loss.
+"""Speed and memory of a backend's own training step on one GPU: a random model of a Qwen3 shape, clip loss.
 
-    python benchmarks/fsdp_gpu.py [--shape tiny] [--device cpu] [--cases plain,checkpointing] ...
+    python benchmarks/train_gpu.py --options '{}' --options '{"compile": true}'
+    python benchmarks/train_gpu.py --shape qwen3-4b --micros 1 --longest 16384 --shortest 16384 --options '{"compile": true}'
+    python benchmarks/train_gpu.py --backend megatron --options '{"bf16": true}'
+    python benchmarks/train_gpu.py --shape tiny --device cpu --tokens 512 --longest 128
 
 Each step is `TrainBackend.train_step` on --micros micro-batches of --tokens packed tokens: forward, log-probs, loss,
-backward, gradient norm, AdamW. No rollouts are part of it. Prints one JSON line per case; tokens are prompt and
+backward, gradient norm, AdamW. No rollouts are part of it. Prints one JSON line for each --options; tokens are prompt and
 response, `model_tflops` counts three forwards of the model (nothing for recomputation), and a score is a forward
-without gradients.
+without gradients. `mfu` is the share of 989 TFLOP/s by the formula of published tables, 6 N + 12 x layers x hidden size x
+length of the longest sequence for each token (N: all parameters, embeddings too).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -20,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_core import groups
@@ -42,6 +48,16 @@ SHAPES = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -53,34 +69,32 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
-CASES = {
-    "plain": {},
-    "unshared": {"share_prompts": False},
-    "checkpointing": {"gradient_checkpointing": True},
-    "compile": {"compile": True},
-    "compile+checkpointing": {"compile": True, "gradient_checkpointing": True},
-}
+PEAK_FLOPS = 989e12
+"""Of an H100 or H200 in bfloat16."""
 
 
 def write_model(folder: Path, shape: str, device: str) -> None:
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[shape]), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            Qwen3Config(**SHAPES[shape], max_position_embeddings=131072), dtype=torch.bfloat16
+        )
     model.save_pretrained(folder)
 
 
-def lengths_of(tokens: int, longest: int, order: np.random.Generator) -> np.ndarray:
-    """Sequences of three quarters of `longest` and more, together exactly `tokens`."""
+def lengths_of(asked: argparse.Namespace, order: np.random.Generator) -> np.ndarray:
+    """Sequences of `shortest` to `longest`, together exactly `tokens`."""
+    shortest = asked.shortest or asked.longest * 3 // 4
     lengths: list[int] = []
-    while (left := tokens - sum(lengths)) > 0:
-        lengths.append(min(left, int(order.integers(longest * 3 // 4, longest + 1))))
+    while (left := asked.tokens - sum(lengths)) > 0:
+        lengths.append(min(left, int(order.integers(shortest, asked.longest + 1))))
     return np.array(lengths, np.int32)
 
 
 def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch, list[np.ndarray]]:
     """`asked.answers` neighbours have the same prompt, as a group's samples do."""
     order = np.random.default_rng(seed)
-    per_micro = [lengths_of(asked.tokens, asked.longest, order) for _ in range(asked.micros)]
+    per_micro = [lengths_of(asked, order) for _ in range(asked.micros)]
     total = np.concatenate(per_micro)
     prompt = np.clip(total - 1, 1, int(asked.longest * asked.prompt_share)).astype(np.int32)
     starts = np.cumsum(total) - total
@@ -108,10 +122,10 @@ def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch,
     return batch, np.split(number, np.cumsum([len(part) for part in per_micro])[:-1])
 
 
-def measure(case: str, folder: Path, asked: argparse.Namespace) -> dict[str, object]:
+def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace) -> dict[str, object]:
     registry = Registry()
-    resolved = registry.resolve(groups.BACKENDS, "fsdp", where="backend")
-    backend: TrainBackend = resolved.driver.build(bind(resolved, CASES[case], where="backend"))
+    resolved = registry.resolve(groups.BACKENDS, asked.backend, where="backend")
+    backend: TrainBackend = resolved.driver.build(bind(resolved, options, where="backend"))
     clip = registry.resolve(groups.LOSSES, "clip", where="algo.loss")
     objective = TokenObjective(
         loss=clip.driver.build(bind(clip, {}, where="algo.loss")), needs=frozenset(clip.driver.needs)
@@ -156,8 +170,12 @@ def measure(case: str, folder: Path, asked: argparse.Namespace) -> dict[str, obj
             work += 3 * float(shape.forward_flops(batch.total_length).sum())
     num_tokens = asked.micros * asked.tokens
     backend.close()
+    speed = num_tokens / statistics.median(step_s)
+    sizes = SHAPES[asked.shape]
+    per_token = 6 * num_parameters(folder) + 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * asked.longest
     return {
-        "case": case,
+        "backend": asked.backend,
+        "options": options,
         "shape": asked.shape,
         "device": torch.cuda.get_device_name() if asked.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -168,21 +186,34 @@ def measure(case: str, folder: Path, asked: argparse.Namespace) -> dict[str, obj
         "answers": asked.answers,
         "step_s": round(statistics.median(step_s), 4),
         "step_s_spread": [round(min(step_s), 4), round(max(step_s), 4)],
-        "train_tok_per_s": round(num_tokens / statistics.median(step_s)),
+        "train_tok_per_s": round(speed),
+        "mfu": round(speed * per_token / PEAK_FLOPS, 3),
         "model_tflops": round(work / asked.steps / statistics.median(step_s) / 1e12, 1),
         "score_tok_per_s": round(num_tokens / statistics.median(score_s)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if asked.device == "cuda" else None,
     }
 
 
+def num_parameters(folder: Path) -> int:
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--cases", default="plain,checkpointing,compile,compile+checkpointing", help=", ".join(CASES))
+    parser.add_argument("--backend", default="fsdp")
+    parser.add_argument(
+        "--options", type=json.loads, action="append", help="of the backend, as JSON; several: one after the other"
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
+    parser.add_argument("--shortest", type=int, help="shortest sequence; by default three quarters of the longest")
     parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
     parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
@@ -191,8 +222,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         write_model(folder, asked.shape, asked.device)
-        for case in asked.cases.split(","):
-            print(json.dumps(measure(case, folder, asked)), flush=True)
+        for options in asked.options or [{}]:
+            print(json.dumps(measure(options, folder, asked)), flush=True)
             gc.collect()
             torch.compiler.reset()
             if asked.device == "cuda":

@@ -1,0 +1,252 @@
+"""Rollout throughput of `slime run` with SGLang on a GPU, beside the same SGLang server asked directly.
+
+    python benchmarks/rollout_gpu.py                                   # colocated: trainer and engine on one GPU
+    python benchmarks/rollout_gpu.py --placement disaggregated         # on two, weights over NCCL
+
+A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight answers each, --new-tokens long (a random model hardly
+ever writes its end token, which the plain server ignores). Its rollout throughput is the answers' tokens over
+perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
+which warms up. Then a plain SGLang server is started with the same options and gets the same requests at the same
+concurrency from a bare HTTP client, as often.
+One JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from slime_core.new_model import ModelSizes, new_model
+
+ALPHABET = string.ascii_lowercase
+ANSWERS = 8
+START_S = 300.0
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
+    "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500},
+}
+COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+REWARD = '''
+from slime_core.plugin import reward
+
+
+@reward("even")
+def even(sample):
+    """Something that differs between the answers of a prompt."""
+    return float(sample.tokens[-1] % 2)
+'''
+
+
+def write_model(folder: Path, asked: argparse.Namespace) -> None:
+    """A small model's tokenizer over a model of the shape: ids beyond the tokenizer's have no text."""
+    new_model(folder, "qwen3", ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=ALPHABET)
+    config = AutoConfig.from_pretrained(folder)
+    for name, value in (COMMON | SHAPES[asked.shape]).items():
+        setattr(config, name, value)
+    config.max_position_embeddings = asked.prompt_tokens + asked.new_tokens + 64
+    # The configuration made one entry for each layer of the small model.
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    with torch.device(asked.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
+def prompts_of(asked: argparse.Namespace) -> list[str]:
+    letters = random.Random(0)
+    number = asked.steps * asked.requests // ANSWERS
+    return ["".join(letters.choices(ALPHABET, k=asked.prompt_tokens)) for _ in range(number)]
+
+
+def run_file(asked: argparse.Namespace, folder: Path) -> str:
+    engine = {"name": "sglang", **asked.engine}
+    colocated = asked.placement == "colocated"
+    launcher = (
+        f'{{ name = "local", device = "{asked.device}", colocate = true }}'
+        if colocated
+        else f'{{ name = "ray", device = "{asked.device}", actor_num_gpus_per_node = 1, rollout_num_gpus = 1 }}'
+    )
+    return f"""
+name = "rollout"
+seed = 0
+plugin = ["even.py"]
+backend = {toml(asked.backend)}
+engine = {toml(engine)}
+reward = "even"
+algo = {{ name = "grpo", use_rollout_logprobs = true }}
+launcher = {launcher}
+runs_dir = "{folder}/runs"
+[model]
+hf_checkpoint = "model"
+[data]
+prompt_data = "prompts.jsonl"
+input_key = "prompt"
+[rollout]
+rollout_batch_size = {asked.requests // ANSWERS}
+n_samples_per_prompt = {ANSWERS}
+rollout_max_response_len = {asked.new_tokens}
+concurrency = {asked.concurrency}
+dump_rollouts = false
+[train]
+num_rollout = {asked.steps}
+num_steps_per_rollout = 1
+lr = 1e-6
+max_tokens_per_gpu = {asked.train_tokens}
+[sync]
+transport = "{asked.transport or ("ipc" if colocated else "distributed")}"
+update_weight_buffer_size = {2048 * 2**20}
+[eval]
+skip_eval_before_train = true
+"""
+
+
+def toml(values: dict[str, Any]) -> str:
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
+
+
+def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+    """Metrics of each step."""
+    (folder / "even.py").write_text(REWARD)
+    (folder / "run.toml").write_text(run_file(asked, folder))
+    command = ["slime", "run", str(folder / "run.toml")]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    lines = (folder / "runs" / "rollout" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record["metrics"] for record in records if record["axis"] == "rollout/step"]
+
+
+def server_flags(asked: argparse.Namespace) -> list[str]:
+    flags: list[str] = []
+    for name, value in asked.engine.items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return flags
+
+
+def ask_server(asked: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> list[float]:
+    """Seconds of each round of a server of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--port", str(port),
+        "--device", asked.device, "--skip-server-warmup", "--log-level-http", "warning", *server_flags(asked),
+    ]  # fmt: skip
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    server = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}")
+        return asyncio.run(rounds(asked, f"http://127.0.0.1:{port}", prompts))
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+async def rounds(asked: argparse.Namespace, url: str, prompts: list[list[int]]) -> list[float]:
+    slots = asyncio.Semaphore(asked.concurrency)
+    per_step = asked.requests // ANSWERS
+    seconds = []
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+
+        async def one(prompt: list[int]) -> None:
+            sampling = {"max_new_tokens": asked.new_tokens, "temperature": 1.0, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+            async with slots, session.post(f"{url}/generate", json=body) as answer:
+                reply = await answer.json()
+                assert reply["meta_info"]["completion_tokens"] == asked.new_tokens, reply
+
+        for step in range(asked.steps):
+            async with session.post(f"{url}/flush_cache"):
+                pass
+            of_step = prompts[step * per_step : (step + 1) * per_step]
+            began = time.perf_counter()
+            await asyncio.gather(*(one(prompt) for prompt in of_step for _ in range(ANSWERS)))
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def wait_until_up(url: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=30).status_code == 200:
+                return
+        time.sleep(1)
+    raise TimeoutError(f"no answer from {url} in {START_S:g} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--placement", choices=["colocated", "disaggregated"], default="colocated")
+    parser.add_argument("--transport", help="by default ipc where colocated, else distributed")
+    parser.add_argument("--requests", type=int, default=1024, help="a step; eight for each prompt")
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--train-tokens", type=int, default=32768, help="of a micro-batch")
+    parser.add_argument("--engine", type=json.loads, default={}, help="SGLang's options as JSON")
+    parser.add_argument(
+        "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
+    )
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", asked)
+        prompts = prompts_of(asked)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        steps = run_slime(asked, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        raw = ask_server(asked, folder, [tokenizer.encode(prompt) for prompt in prompts])
+    through_slime = [
+        asked.requests * step["rollout/response_len/mean"] / step["perf/rollout_time"] for step in steps[1:]
+    ]
+    direct = [asked.requests * asked.new_tokens / seconds for seconds in raw[1:]]
+    print(
+        json.dumps(
+            {
+                "shape": asked.shape,
+                "placement": asked.placement,
+                "requests": asked.requests,
+                "concurrency": asked.concurrency,
+                "new_tokens": asked.new_tokens,
+                "slime_tok_s": [round(value) for value in through_slime],
+                "sglang_tok_s": [round(value) for value in direct],
+                "ratio": round(statistics.median(through_slime) / statistics.median(direct), 3),
+                "step_s": [round(step["perf/step_time"], 3) for step in steps],
+                "train_s": [round(step["perf/train_time"], 3) for step in steps],
+                "update_weights_s": [round(step.get("perf/update_weights_time", 0), 4) for step in steps],
+                "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""SIMULATED: what asynchrony and partial rollouts are worth, with engines and trainers that only take time.
+
+The loop, the session, the collectors, the buffer, the client and the checkpoints are the real ones; the engine follows a script
+on a virtual clock, so hours pass in seconds and nothing is measured of any hardware. 512 answers a step (64 prompts x 8) on
+256 slots; lengths log-normal, median 4,000 tokens, sigma 0.9, capped at 32,000; a slot writes 120 / (1 + n/256) tokens per
+second when n slots are taken; prefill and publishing are free; training takes 0.3 of what synchronous generation takes.
+
+Bounds in closed form, with G = seconds of synchronous generation, T = 0.3 G, and F = 512 E[length] / (256 rate(256)), the
+seconds for a step's tokens if all slots are always taken:
+
+    asynchronous over synchronous        (G + T) / max(F, T)
+    partial rollouts over none           (G + T) / (F + T)
+
+A second part keeps 10,000 requests in flight in one driver and measures its memory (real, not simulated).
+
+    python benchmarks/simulated_rollout.py
+    python benchmarks/simulated_rollout.py --record            # appends to RESULTS.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import xxhash
+
+from slime_core.loop import run_loop
+from slime_core.testing.fast_clock import run_fast
+from slime_core.testing.simulated_run import Simulation
+from slime_core.testing.timed_engine import TimedEngine
+from slime_core.types.completion import GenerateRequest
+from slime_core.types.sample import SampleGroup
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+MEDIAN, SIGMA, CAP = 4_000, 0.9, 32_000
+GROUPS, SAMPLES, SLOTS = 64, 8, 256
+TRAIN_SHARE = 0.3
+SETTLED = 6
+"""Steps at either end that are left out of a mean: the first have no others before them, the last none after them."""
+IN_FLIGHT = 10_000
+
+
+def rate(running: int) -> float:
+    """Tokens per second of one slot when so many are taken."""
+    return 120.0 / (1.0 + running / 256.0)
+
+
+@functools.cache
+def whole_length(index: int) -> int:
+    """Tokens of an answer, by its number in the run: the same however it comes about."""
+    uniform = (xxhash.xxh3_64_intdigest(f"length {index}".encode()) + 0.5) / 2**64
+    return max(1, min(CAP, round(MEDIAN * math.exp(SIGMA * NormalDist().inv_cdf(uniform)))))
+
+
+def length_left(request: GenerateRequest) -> int:
+    written = len(request.token_ids) - 1
+    return whole_length(int(request.request_id.split("/")[1])) - written
+
+
+def mean_length() -> float:
+    """E[min(X, cap)] of the log-normal X."""
+    normal, mu = NormalDist(), math.log(MEDIAN)
+    cap = (math.log(CAP) - mu) / SIGMA
+    below = math.exp(mu + SIGMA**2 / 2) * normal.cdf(cap - SIGMA)
+    return below + CAP * (1 - normal.cdf(cap))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What is remembered of the steps."""
+
+    behind: list[int] = field(default_factory=list)
+    """Versions that each answer is behind."""
+    tokens: int = 0
+
+    def __call__(self, version: int, groups: Sequence[SampleGroup]) -> None:
+        for group in groups:
+            for sample in group.samples:
+                self.behind.append(version - sample.oldest_version(version))
+                self.tokens += sample.response_length
+
+
+def simulate(steps: int, train_s: float, rollout: dict[str, Any], seen: Seen, *, slots: int = SLOTS) -> Simulation:
+    with tempfile.TemporaryDirectory() as folder:
+        simulation = Simulation(
+            engines=[TimedEngine(slots=slots, rate=rate, length=length_left)],
+            folder=Path(folder),
+            num_rollout=steps,
+            rollout={
+                "rollout_batch_size": GROUPS,
+                "n_samples_per_prompt": SAMPLES,
+                "rollout_max_response_len": CAP,
+                **rollout,
+            },
+            train_s=train_s,
+            observe=seen,
+        )
+        run_fast(run_loop(simulation.session()), patience_s=1e9)
+    return simulation
+
+
+def step_seconds(simulation: Simulation) -> float:
+    """Mean over the steps in the middle."""
+    times = simulation.trained_at[SETTLED:-SETTLED]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def compare(steps: int) -> list[str]:
+    full = GROUPS * SAMPLES * mean_length() / (SLOTS * rate(SLOTS))
+    generation = step_seconds(simulate(steps, 0.0, {}, Seen()))
+    train = TRAIN_SHARE * generation
+    sync = step_seconds(simulate(steps, train, {}, Seen()))
+    cases = {
+        "one step ahead (`--ahead 1`)": (None, {"ahead": 1}),
+        "asynchronous (`--ahead 3 --max-staleness 8`)": (max(full, train), {"ahead": 3, "max_staleness": 8}),
+        "partial rollouts (`--partial-rollout --over-sampling-batch-size 128 --max-staleness 8`)": (
+            full + train,
+            {"partial_rollout": True, "over_sampling_batch_size": 2 * GROUPS, "max_staleness": 8},
+        ),
+    }
+    lines = [
+        f"E[length] {mean_length():,.0f} tokens; F = {full:.0f} s, G = {generation:.0f} s, T = {train:.0f} s; "
+        f"{steps} steps, the first and last {SETTLED} left out.",
+        "",
+        "| simulated | s per step | speed-up | bound | of the bound | staleness mean (max) |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| synchronous | {sync:.0f} | 1.00 | | | 0 (0) |",
+    ]
+    for name, (least, rollout) in cases.items():
+        seen = Seen()
+        seconds = step_seconds(simulate(steps, train, rollout, seen))
+        mean, most = sum(seen.behind) / len(seen.behind), max(seen.behind)
+        reached = "| | " if least is None else f"| {sync / least:.2f} | {least / seconds:.2f} "
+        lines.append(f"| {name} | {seconds:.0f} | {sync / seconds:.2f} {reached}| {mean:.2f} ({most}) |")
+    return lines
+
+
+def many_in_flight() -> str:
+    """In a process of its own: the memory of a driver with so many requests in flight."""
+    groups, seen = IN_FLIGHT // SAMPLES, Seen()
+    began = time.process_time()
+    simulation = simulate(1, 1.0, {"rollout_batch_size": groups, "concurrency": IN_FLIGHT}, seen, slots=IN_FLIGHT)
+    most, seconds = simulation.engines[0].most_running, time.process_time() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert most == IN_FLIGHT
+    return (
+        f"{most:,} requests in flight at once in one driver, which then holds all their answers "
+        f"({seen.tokens / 1e6:.0f} million tokens): at most {peak:.2f} GiB resident, {seconds:.1f} CPU seconds."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--record", action="store_true", help="append to RESULTS.md")
+    parser.add_argument("--many-in-flight", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.many_in_flight:
+        print(many_in_flight())
+        return
+    command = [sys.executable, __file__, "--many-in-flight"]
+    memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = compare(options.steps)
+    text = "\n".join([*lines, "", memory])
+    print(text)
+    if options.record:
+        title = f"## {datetime.date.today()}: rollouts SIMULATED on a virtual clock (no hardware is measured)"
+        with RESULTS.open("a") as results:
+            results.write(f"\n{title}\n\n`python benchmarks/simulated_rollout.py --steps {options.steps}`\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rewards: text answers, choices, instructions, services, served reward models."""

@@ -1,0 +1,251 @@
+"""What the entry points name: options of the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.paths import RunPath
+from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from slime_core.contracts.example import Example
+    from slime_rm_hub.response import Graded
+    from slime_rm_hub.service import Service
+
+
+class GradedConfig(DriverConfig):
+    """Options of the rewards that grade a text by rules."""
+
+    think_end: str = Field("</think>", min_length=1)
+    """Tag that closes the reasoning: what follows its last occurrence is graded; without one, all of the response."""
+    boxed: bool = False
+    """Grade only what stands in the last \\boxed{}; nothing if there is none."""
+
+
+class ServiceConfig(DriverConfig):
+    """Options of the rewards that ask over HTTP."""
+
+    rm_url: str = Field(pattern=r"^https?://")
+    """Address of the service."""
+    request_timeout: float = Field(120.0, gt=0)
+    """Seconds for one request."""
+    tries: int = Field(10, gt=0)
+    """Requests for one sample until it has failed. Refused requests (4xx) are not tried again."""
+    first_pause: float = Field(1.0, gt=0)
+    """Seconds, give or take, before the second try; each pause is twice the one before, up to 30 s."""
+    concurrency: int = Field(64, gt=0)
+    """Requests in flight from one reward worker."""
+    token_file: RunPath | None = None
+    """File with the token that the service asks for (`Authorization: Bearer`)."""
+
+
+class F1(RewardDriver):
+    """Token F1 of answer and label, in [0, 1]; yes, no and noanswer must match exactly."""
+
+    Config = GradedConfig
+
+    @classmethod
+    def build(cls, config: GradedConfig) -> Reward:
+        from slime_rm_hub.f1 import F1Reward
+
+        return F1Reward(graded=graded(config))
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_hub import examples
+
+        return examples.F1
+
+
+class Gpqa(RewardDriver):
+    """Multiple choice: 1 if the response names the right letter, else 0."""
+
+    Config = GradedConfig
+
+    @classmethod
+    def build(cls, config: GradedConfig) -> Reward:
+        from slime_rm_hub.gpqa import GpqaReward
+
+        return GpqaReward(graded=graded(config))
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_hub import examples
+
+        return examples.GPQA
+
+
+class IfBench(RewardDriver):
+    """`score` 1 if the response follows every instruction of metadata.instruction_id_list, else 0; `followed`: the share."""
+
+    Config = GradedConfig
+    reward_key: ClassVar[str | None] = "score"
+
+    @classmethod
+    def build(cls, config: GradedConfig) -> Reward:
+        try:
+            from slime_rm_hub.ifbench import IfBenchReward
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("slime"):
+                raise
+            raise PluginError(
+                f"reward 'ifbench' needs {error.name}, which is not installed. Say: pip install 'slime-rm-hub[ifbench]'"
+            ) from error
+        return IfBenchReward(graded=graded(config))
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_hub import examples
+
+        return examples.IFBENCH
+
+
+class RemoteConfig(ServiceConfig):
+    """A service of your own."""
+
+    send_metadata: bool = False
+    """Send the sample's metadata too."""
+
+
+class Remote(RewardDriver):
+    """POST {prompt, response, label} to rm_url, which answers a JSON number, or an object of which reward_key counts."""
+
+    Config = RemoteConfig
+
+    @classmethod
+    def timeout_s(cls, config: RemoteConfig) -> float:
+        return time_for(config)
+
+    @classmethod
+    def build(cls, config: RemoteConfig) -> Reward:
+        from slime_rm_hub.remote import RemoteReward
+
+        return RemoteReward(service=service(config, ""), send_metadata=config.send_metadata)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_hub import examples
+
+        return examples.remote()
+
+
+class ServedConfig(ServiceConfig):
+    """rm_url is the server's address, such as http://127.0.0.1:30000."""
+
+    kind: Literal["classifier", "judge"] = "classifier"
+    """A reward model with a score head (/classify), or a language model that answers yes or no (/generate)."""
+    rm_model: str = "default"
+    """Name of the model, where the server asks for one."""
+    rm_tokenizer: RunPath | None = None
+    """Folder of the served model's tokenizer, for its chat template. A judge needs it; a classifier without one reads
+    prompt and response as they stand."""
+    question: RunPath | None = None
+    """File with what a judge is asked, in which {prompt}, {response} and {label} are replaced."""
+    yes: str = "Yes"
+    """What a judge answers for a good response; one token of its own."""
+    no: str = "No"
+    """What it answers for a bad one; one token of its own."""
+
+
+class Served(RewardDriver):
+    """The score of a reward model, or a judge's P(yes) / (P(yes) + P(no)), from an engine's HTTP server."""
+
+    Config = ServedConfig
+
+    @classmethod
+    def timeout_s(cls, config: ServedConfig) -> float:
+        return time_for(config)
+
+    @classmethod
+    def build(cls, config: ServedConfig) -> Reward:
+        from slime_rm_hub import served
+
+        tokenizer = None
+        if config.rm_tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.rm_tokenizer)
+        if config.kind == "classifier":
+            return served.ClassifierReward(
+                service=service(config, "/classify"),
+                render=served.Joined() if tokenizer is None else served.Conversation(tokenizer),
+                model=config.rm_model,
+            )
+        if tokenizer is None or config.question is None:
+            raise ConfigError(
+                "reward 'served' with kind = \"judge\" needs rm_tokenizer, the folder of the judge's tokenizer, and "
+                "question, a file with what to ask it."
+            )
+        ids = {word: tokenizer.encode(word, add_special_tokens=False) for word in (config.yes, config.no)}
+        for word, tokens in ids.items():
+            if len(tokens) != 1:
+                raise ConfigError(
+                    f"reward 'served': {word!r} is {len(tokens)} tokens for the judge's tokenizer, and must be one: choose "
+                    "other words with yes and no."
+                )
+        try:
+            template = Path(config.question).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"reward 'served': question: {config.question} cannot be read: {error}.") from error
+        return served.JudgeReward(
+            service=service(config, "/generate"),
+            render=served.Question(template, tokenizer),
+            yes_id=ids[config.yes][0],
+            no_id=ids[config.no][0],
+        )
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_rm_hub import examples
+
+        return examples.served()
+
+
+class RandomConfig(DriverConfig):
+    """Which coin."""
+
+    seed: int = 0
+    """Another seed, other draws."""
+
+
+class Random(RewardDriver):
+    """0 or 1 by seed and sample index: what a run learns from it is nothing."""
+
+    Config = RandomConfig
+
+    @classmethod
+    def build(cls, config: RandomConfig) -> Reward:
+        from slime_rm_hub.random_draw import RandomReward
+
+        return RandomReward(seed=config.seed)
+
+
+def graded(config: GradedConfig) -> Graded:
+    from slime_rm_hub.response import Graded
+
+    return Graded(think_end=config.think_end, boxed=config.boxed)
+
+
+def service(config: ServiceConfig, path: str) -> Service:
+    from slime_rm_hub.service import Service
+
+    return Service(
+        url=config.rm_url.rstrip("/") + path if path else config.rm_url,
+        timeout_s=config.request_timeout,
+        tries=config.tries,
+        concurrency=config.concurrency,
+        token_file=None if config.token_file is None else Path(config.token_file),
+        first_pause_s=config.first_pause,
+    )
+
+
+def time_for(config: ServiceConfig) -> float:
+    """Seconds for a group: all tries of a sample, for as many samples as usually wait behind each other."""
+    pauses = sum(min(config.first_pause * (2.0**number + 1.0), 30.0) for number in range(config.tries - 1))
+    return 2.0 * (config.tries * config.request_timeout + pauses)

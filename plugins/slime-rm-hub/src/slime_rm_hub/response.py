@@ -1,0 +1,40 @@
+"""Which part of a response is graded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_OPENINGS = ("\\boxed{", "\\fbox{")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """What follows the reasoning, and of that perhaps only the last box."""
+
+    think_end: str
+    boxed: bool
+
+    def part(self, response: str) -> str:
+        """Empty if the response has no box and one is wanted."""
+        text = response.rpartition(self.think_end)[2]
+        return last_boxed(text) if self.boxed else text
+
+
+def last_boxed(text: str) -> str:
+    """What stands in the last \\boxed{} that is closed; empty without one.
+
+    >>> last_boxed(r"\\boxed{1} or \\boxed{\\frac{1}{2}}")
+    '\\\\frac{1}{2}'
+    """
+    end = len(text)
+    while end > 0:
+        start, opening = max((text.rfind(opening, 0, end), opening) for opening in _OPENINGS)
+        if start < 0:
+            return ""
+        depth, first = 1, start + len(opening)
+        for at in range(first, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if depth == 0:
+                return text[first:at].strip()
+        end = start
+    return ""

@@ -1,0 +1,133 @@
+"""Reward served: a reward model, or a judge, that an engine such as SGLang serves over HTTP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime_core.contracts.reward import Outcome, Reward, RewardFailure, RewardValue
+from slime_core.types.sample import Sample, SampleGroup
+from slime_rm_hub.service import Service
+
+
+class Render(Protocol):
+    """A sample as the text that the served model reads."""
+
+    def __call__(self, sample: Sample) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierReward(Reward):
+    """POST {text, model} to /classify; each answer's `embedding` begins with the score."""
+
+    service: Service
+    render: Render
+    model: str
+
+    def score(self, group: SampleGroup) -> Sequence[RewardValue]:
+        answers = self.service.ask([{"model": self.model, "text": self.render(sample)} for sample in group.samples])
+        return [checked(self.service.url, answer, first_of_embedding) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeReward(Reward):
+    """POST the question to /generate for one token; the reward is P(yes) / (P(yes) + P(no)) of that token."""
+
+    service: Service
+    render: Render
+    yes_id: int
+    no_id: int
+
+    def score(self, group: SampleGroup) -> Sequence[RewardValue]:
+        ids = [self.yes_id, self.no_id]
+        bodies = [
+            {
+                "text": self.render(sample),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "token_ids_logprob": ids,
+            }
+            for sample in group.samples
+        ]
+
+        def share(answer: Any) -> float:
+            entries = answer["meta_info"]["output_token_ids_logprobs"][0]
+            log_prob = {int(entry[1]): float(entry[0]) for entry in entries}
+            return share_of(log_prob[self.yes_id], log_prob[self.no_id])
+
+        return [checked(self.service.url, answer, share) for answer in self.service.ask(bodies)]
+
+
+def first_of_embedding(answer: Any) -> float:
+    one = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    return float(one["embedding"][0])
+
+
+def share_of(yes: float, no: float) -> float:
+    """exp(yes) / (exp(yes) + exp(no)), in nats.
+
+    >>> share_of(-1000.0, -1000.0)
+    0.5
+    """
+    return 0.5 * (1.0 + math.tanh(0.5 * (yes - no)))
+
+
+def checked(url: str, answer: Any, read: Any) -> RewardValue:
+    """What `read` finds in the answer; a failure if that is no finite number."""
+    if isinstance(answer, RewardFailure):
+        return answer
+    try:
+        number: float = read(answer)
+    except (KeyError, IndexError, TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        return RewardFailure(Outcome.WRONG, f"{url} answered {str(answer)[:200]!r}, in which there is no score")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Prompt and response as they stand."""
+
+    def __call__(self, sample: Sample) -> str:
+        return sample.prompt.text + sample.response
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The conversation through the chat template of the model that scores; a prompt without messages is one of the user's."""
+
+    tokenizer: Any
+
+    def __call__(self, sample: Sample) -> str:
+        asked = list(sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}])
+        messages = [dict(m) for m in (*asked, {"role": "assistant", "content": sample.response})]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A text with {prompt}, {response} and {label}, through the chat template of the model that judges if it has one."""
+
+    template: str
+    tokenizer: Any
+
+    def __call__(self, sample: Sample) -> str:
+        named: Mapping[str, object] = {
+            "{prompt}": sample.prompt.text,
+            "{response}": sample.response,
+            "{label}": sample.prompt.label,
+        }
+        text = self.template
+        # Not format(): responses are full of braces. The response last, for what looks like a name in it is none.
+        for name in ("{prompt}", "{label}", "{response}"):
+            text = text.replace(name, str(named[name]))
+        if not self.tokenizer.chat_template:
+            return text
+        return str(
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        )

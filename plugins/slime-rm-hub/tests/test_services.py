@@ -1,0 +1,137 @@
+"""Rewards over HTTP, against a service that answers 500, slowly, nonsense, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_core.contracts.reward import Outcome, RewardFailure
+from slime_core.errors import ConfigError
+from slime_rm_hub import served
+from slime_rm_hub.plugin import Remote, Served
+
+
+def remote(url: str, **options: Any) -> Any:
+    given = {"rm_url": f"{url}/score", "tries": 3, "first_pause": 0.01, "request_timeout": 5.0}
+    return Remote.build(Remote.Config(**given | options))
+
+
+def test_remote_sends_prompt_response_and_label(scripted: Any, make_group: Any, tmp_path: Path) -> None:
+    scripted.script = lambda path, body, tries: (200, json.dumps(len(body["response"])), 0.0)
+    (tmp_path / "token").write_text("secret\n")
+    reward = remote(scripted.url, send_metadata=True, token_file=str(tmp_path / "token"))
+    assert reward.score(make_group("4", "a", "abc", metadata={"level": 2}, text="2+2=")) == [1.0, 3.0]
+    bodies = sorted((body for _, body, _ in scripted.asked), key=lambda body: body["response"])
+    assert bodies[0] == {"prompt": "2+2=", "response": "a", "label": "4", "metadata": {"level": 2}}
+    assert all(path == "/score" and head["Authorization"] == "Bearer secret" for path, _, head in scripted.asked)
+    with pytest.raises(ConfigError, match="token_file"):
+        remote(scripted.url, token_file=str(tmp_path / "gone")).score(make_group("4", "a"))
+
+
+def test_remote_takes_the_numbers_of_an_object(scripted: Any, make_group: Any) -> None:
+    scripted.script = lambda path, body, tries: (200, json.dumps({"score": 0.5, "ok": True, "why": "because"}), 0.0)
+    assert remote(scripted.url).score(make_group("4", "a")) == [{"score": 0.5, "ok": 1.0}]
+
+
+def test_a_service_that_comes_back_is_asked_again(scripted: Any, make_group: Any) -> None:
+    def script(path: str, body: dict[str, Any], tries: int) -> tuple[int, str, float]:
+        bad = {"a": (500, "broken"), "b": (429, "busy"), "c": (200, "<html>")}[body["response"]]
+        return (*bad, 0.0) if tries < 3 else (200, "1.5", 0.0)
+
+    scripted.script = script
+    assert remote(scripted.url).score(make_group("4", "a", "b", "c")) == [1.5, 1.5, 1.5]
+    assert len(scripted.asked) == 9
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "says", "asked"),
+    [
+        ((500, "broken  pipe", 0.0), Outcome.INFRA, r"answered 500 broken pipe, after 3 tries", 3),
+        ((200, "<html>no</html>", 0.0), Outcome.INFRA, r"gave no JSON: <html>no</html>, after 3 tries", 3),
+        ((422, "no label", 0.0), Outcome.WRONG, r"refused: 422 no label", 1),
+        ((200, '"good"', 0.0), Outcome.WRONG, r"answered 'good', which is neither a number nor has any", 1),
+        ((200, '{"why": "x"}', 0.0), Outcome.WRONG, r"which is neither a number nor has any", 1),
+        ((200, "NaN", 0.0), Outcome.WRONG, r"answered 'nan', which is neither", 1),
+        ((200, "1", 0.5), Outcome.TIMEOUT, r"gave no answer within 0\.1 s, after 3 tries", 3),
+    ],
+)
+def test_a_service_that_does_not_answer_fails_the_sample(
+    scripted: Any, make_group: Any, answer: Any, outcome: Outcome, says: str, asked: int
+) -> None:
+    scripted.script = lambda path, body, tries: answer if body["response"] == "bad" else (200, "1", 0.0)
+    reward = remote(scripted.url, request_timeout=0.1 if answer[2] else 5.0)
+    good, bad = reward.score(make_group("4", "good", "bad"))
+    assert good == 1.0
+    assert isinstance(bad, RewardFailure)
+    assert bad.outcome is outcome
+    assert bad.message.startswith(f"{scripted.url}/score ")
+    assert re.search(says, bad.message)
+    assert len(scripted.asked) == asked + 1
+
+
+def test_nobody_there(make_group: Any) -> None:
+    (failure,) = remote("http://127.0.0.1:1").score(make_group("4", "a"))
+    assert failure.outcome is Outcome.INFRA
+    assert "cannot be asked" in failure.message
+
+
+def test_the_time_for_a_group_covers_every_try() -> None:
+    config = Remote.Config(rm_url="http://x", tries=3, request_timeout=10.0, first_pause=1.0)
+    assert Remote.timeout_s(config) == 2 * (30 + 2 + 3)
+
+
+def test_a_classifier_reads_prompt_and_response(scripted: Any, make_group: Any) -> None:
+    scripted.script = lambda path, body, tries: (200, json.dumps([{"embedding": [len(body["text"]) / 4]}]), 0.0)
+    reward = Served.build(Served.Config(rm_url=scripted.url + "/", rm_model="judge"))
+    assert reward.score(make_group(None, "ab", "abcd", text="Q:")) == [1.0, 1.5]
+    assert {path for path, _, _ in scripted.asked} == {"/classify"}
+    assert scripted.asked[0][1]["model"] == "judge"
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"embedding": []}', "[]", '{"score": 1}', '{"embedding": ["x"]}', '{"embedding": [NaN]}']
+)
+def test_an_answer_without_a_score_is_told(scripted: Any, make_group: Any, answer: str) -> None:
+    scripted.script = lambda path, body, tries: (200, answer, 0.0)
+    (failure,) = Served.build(Served.Config(rm_url=scripted.url)).score(make_group(None, "a"))
+    assert failure.outcome is Outcome.WRONG
+    assert "in which there is no score" in failure.message
+
+
+class Words:
+    """A tokenizer with a template."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool = False) -> str:
+        assert not tokenize
+        return "|".join(f"{m['role']}:{m['content']}" for m in messages) + (">" if add_generation_prompt else "")
+
+
+def test_a_judge_answers_yes_or_no(scripted: Any, make_group: Any) -> None:
+    def script(path: str, body: dict[str, Any], tries: int) -> tuple[int, str, float]:
+        entries = [[math.log(0.6), 8, None], [math.log(0.2), 9, None]]
+        return 200, json.dumps({"text": "", "meta_info": {"output_token_ids_logprobs": [entries]}}), 0.0
+
+    scripted.script = script
+    service = Remote.build(Remote.Config(rm_url=scripted.url + "/generate")).service
+    question = served.Question("Is {response} right for {prompt} ({label})?", Words())
+    reward = served.JudgeReward(service=service, render=question, yes_id=8, no_id=9)
+    assert reward.score(make_group("4", "{label}", text="2+2")) == [pytest.approx(0.75)]
+    (_, body, _) = scripted.asked[0]
+    assert body["text"] == "user:Is {label} right for 2+2 (4)?>"
+    assert body["token_ids_logprob"] == [8, 9]
+    assert body["sampling_params"] == {"max_new_tokens": 1, "temperature": 0.0}
+    conversation = served.Conversation(Words())
+    (sample,) = make_group("4", "four", text="2+2").samples
+    assert conversation(sample) == "user:2+2|assistant:four"
+
+
+def test_a_judge_needs_a_tokenizer_and_a_question() -> None:
+    with pytest.raises(ConfigError, match="rm_tokenizer"):
+        Served.build(Served.Config(rm_url="http://x", kind="judge"))

@@ -1,0 +1,150 @@
+"""`slime run` with the real SGLang: the demo learns though an engine is killed, and every transport carries a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+REPOSITORY = Path(__file__).parents[3]
+STEPS, PROMPTS, SAMPLES = 8, 64, 8
+
+VANDAL = '''
+"""Stops a server where it stands when step 1 begins, so that what it is asked stays unanswered, and kills it soon after."""
+import os, signal, threading, time
+from pathlib import Path
+import psutil
+from slime_core.plugin import hook, reward
+
+BACK = Path("{folder}/back")
+
+
+@hook
+def rollout_start(event):
+    if event.rollout_id != 1:
+        return
+    children = psutil.Process().children(recursive=True)
+    servers = [child.pid for child in children if child.cmdline()[1:] == ["-m", "slime_sglang.server.launch"]]
+    (event.run.run_dir / "servers").write_text(" ".join(map(str, servers)))
+    os.kill(servers[0], signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (servers[0], signal.SIGKILL)).start()
+
+
+@hook
+def engine_recovered(event):
+    BACK.touch()
+
+
+@reward("sum")
+def sum_is_right(sample):
+    """Step 6 does not end before the engine is back, so that it is seen to serve."""
+    while sample.group_index >= {late} and not BACK.exists():
+        time.sleep(0.1)
+    return float(sample.response.split("\\\\boxed{{")[-1].split("}}")[0].strip() == sample.prompt.label.strip())
+'''
+
+
+def slime(*words, cwd, timeout=900):
+    command = [str(Path(sys.executable).with_name("slime")), "run", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def flags(**values):
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_the_demo_learns_though_an_engine_is_killed(tmp_path):
+    """Addition, by reinforcement, through Ray and two SGLang engines; weights go over gloo, from a sender in an actor."""
+    (tmp_path / "vandal.py").write_text(VANDAL.format(folder=tmp_path, late=6 * PROMPTS))
+    test_set = REPOSITORY / "examples" / "arithmetic" / "generated" / "test.jsonl"
+    evaluation = f'eval.datasets={{greedy={{path="{test_set}@[0:100]",temperature=0.0,reward="math"}}}}'
+    words = flags(
+        engine="sglang",
+        launcher="ray",
+        rollout_num_gpus=2,
+        transport="distributed",
+        plugin=tmp_path / "vandal.py",
+        reward="sum",
+        reward_timeout=300,
+        runs_dir=tmp_path / "runs",
+        num_rollout=STEPS,
+        rollout_batch_size=PROMPTS,
+        eval_interval=STEPS,
+        concurrency=512,
+        set=evaluation,
+    )
+    slime("examples/arithmetic/run.toml", *words, "--dump-rollouts", cwd=REPOSITORY)
+    run = tmp_path / "runs" / "arithmetic"
+
+    events = lines(run / "events.jsonl")
+    lost, restarted, recovered = (
+        next(event for event in events if event["event"] == f"engine_{what}")
+        for what in ("lost", "restarted", "recovered")
+    )
+    before = [int(pid) for pid in (run / "servers").read_text().split()]
+    assert len(before) == 2
+    assert restarted["pid"] not in before
+    assert lost["engine"] == restarted["engine"] == recovered["engine"]
+    assert lost["redispatched"] > 0
+    assert recovered["version"] >= 1
+    trained = []
+    for step in range(STEPS):
+        table = pyarrow.parquet.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pydict()
+        trained += table["index"]
+        assert all(tokens for tokens in table["tokens"])
+    assert sorted(trained) == list(range(STEPS * PROMPTS * SAMPLES)), "a prompt was lost, or trained twice"
+
+    greedy = [row["metrics"]["eval/greedy"] for row in lines(run / "metrics.jsonl") if "eval/greedy" in row["metrics"]]
+    assert len(greedy) == 2
+    assert greedy[1] >= greedy[0] + 0.05, f"accuracy went from {greedy[0]} to {greedy[1]}"
+
+
+@pytest.mark.parametrize("transport", ["ipc", "distributed", "disk", "delta", "direct"])
+def test_a_run_with_each_transport(transport, served, tiny, tmp_path):
+    """Two steps on a server that runs: in every step the tokens are of the version that was just pushed."""
+    served.renew()
+    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(2) for b in range(4)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.toml").write_text(
+        f"""
+name = "carried"
+backend = "fsdp"
+reward = "math"
+algo = {{ name = "grpo", get_mismatch_metrics = true }}
+model = {{ hf_checkpoint = "{tiny}" }}
+data = {{ prompt_data = "train.jsonl", input_key = "prompt", label_key = "label" }}
+rollout = {{ rollout_batch_size = 4, n_samples_per_prompt = 2, rollout_max_response_len = 6, dump_rollouts = true }}
+train = {{ num_rollout = 2, global_batch_size = 8, lr = 1e-2 }}
+checkpoint = {{ save_hf = false }}
+"""
+    )
+    options = served.options
+    words = flags(
+        engine="sglang",
+        transport=transport,
+        runs_dir=tmp_path / "runs",
+        sglang_external_engine_addrs=options["external_engine_addrs"][0],
+        sglang_external_engine_token_file=options["external_engine_token_file"],
+    )
+    slime("run.toml", *words, cwd=tmp_path, timeout=120)
+    run = tmp_path / "runs" / "carried"
+    metrics = [row["metrics"] for row in lines(run / "metrics.jsonl") if row["axis"] == "rollout/step"]
+    assert [row["rollout/staleness/max"] for row in metrics] == [0, 0]
+    assert all(row["perf/update_weights_wire_bytes"] > 0 for row in metrics)
+    # What the engine says of its tokens is what the trainer says of them: it holds the trainer's weights.
+    steps = [row["metrics"] for row in lines(run / "metrics.jsonl") if row["axis"] == "train/step"]
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in steps)
+    assert served.ask("/model_info")["weight_version"] == "2"

@@ -1,0 +1,73 @@
+"""Train data: a batch with the columns that it is trained on, as a Parquet file. One row per sample, in order."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slime_core.buffer.atomic_file import write_atomically
+from slime_core.errors import DataError
+from slime_core.types.batch import Batch, TokenColumns
+
+COLUMN: Final = "column_"
+"""Begins the names of per-token columns that scoring and credit have added."""
+BY_TOKEN: Final = ("tokens",)
+BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
+
+
+def train_data_file(folder: Path, step: int) -> Path:
+    """Where the train data of a step are."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
+    """StorageError if that fails."""
+    whole: dict[str, Any] = {}
+    for field in fields(batch):
+        values = getattr(batch, field.name)
+        if values is None:
+            continue
+        lengths = {BY_TOKEN: batch.total_length, BY_RESPONSE_TOKEN: batch.response_length}
+        ragged = next((of for names, of in lengths.items() if field.name in names), None)
+        whole[field.name] = pa.array(values) if ragged is None else lists(values, ragged)
+    for name, values in columns.present().items():
+        whole[COLUMN + name] = lists(values, batch.response_length)
+    table = pa.table(whole)
+    write_atomically(path, lambda aside: pq.write_table(table, aside, compression="zstd"))
+
+
+def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
+    """To the bit what was written. DataError if the file is missing or of another kind."""
+    if not path.is_file():
+        there = len(list(path.parent.glob("step_*.parquet")))
+        raise DataError(
+            f"{path}: no such train data; {path.parent} holds {there} steps. Say --num-rollout {there}, or name the "
+            "train_data/ folder of another run, which was made with --save-debug-train-data."
+        )
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    named = {name: flat(table[name]) for name in table.column_names}
+    wanted = [field.name for field in fields(Batch) if field.name != "token_reward"]
+    if missing := [name for name in wanted if name not in named]:
+        raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
+    batch = Batch(**{name: values for name, values in named.items() if not name.startswith(COLUMN)})
+    columns = {name.removeprefix(COLUMN): values for name, values in named.items() if name.startswith(COLUMN)}
+    return batch, TokenColumns(**columns)
+
+
+def lists(values: Any, lengths: Any) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def flat(column: pa.ChunkedArray) -> Any:
+    whole = column.combine_chunks()
+    values = whole.flatten() if pa.types.is_list(whole.type) else whole
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,103 @@
+"""Engines: those of the policy, and those of other models, started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
+from slime_core.contracts.middleware import RouterMiddleware
+from slime_core.errors import EngineError
+from slime_core.launch.launcher import Launcher
+from slime_core.materials import Materials
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.scorer import EngineScorer
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine import EngineWorkerSpec
+
+
+async def start_engines(
+    run: BoundRun,
+    materials: Materials,
+    launcher: Launcher,
+    agreement: Agreement,
+    device: str,
+    run_dir: Path,
+    middlewares: Mapping[str, RouterMiddleware],
+    with_engine: bool,
+    first: asyncio.Task[Any] | None,
+) -> tuple[EngineClient | None, EngineScorer | None]:
+    """The policy's, behind `middlewares`, if it is to have any; and the teacher's. `first`: what has to be there before."""
+    if first is not None:
+        await asyncio.wait({first})
+    config = run.config
+    limit = materials.model_config.get("max_position_embeddings") or 2**20
+    on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+
+    def specs(engine: Part, model: Path, indices: range, num_devices: int, *, offload: bool) -> list[EngineWorkerSpec]:
+        return [
+            EngineWorkerSpec(
+                agreement=agreement,
+                engine=engine.spec(),
+                setup=EngineSetup(
+                    index=index,
+                    model_path=model,
+                    device=on,
+                    seed=config.seed + index,
+                    max_context_len=min(limit, config.rollout.rollout_max_context_len or limit),
+                    max_batch=config.rollout.concurrency,
+                    run_dir=run_dir,
+                    trust_remote_code=config.model.trust_remote_code,
+                    num_devices=num_devices,
+                    offload=offload,
+                ),
+            )
+            for index in indices
+        ]
+
+    client, teacher, count = None, None, config.launcher.num_engines
+    if with_engine:
+        of_policy = specs(
+            run.engine,
+            Path(config.model.hf_checkpoint),
+            range(count),
+            config.launcher.rollout_num_gpus_per_engine,
+            offload=config.launcher.offloads_rollout(device),
+        )
+        engines, infos = await launcher.start_engines(of_policy)
+        require_sleep(of_policy, infos)
+        client = EngineClient(
+            engines,
+            concurrency=config.rollout.concurrency,
+            middlewares=list(middlewares.values()),
+            max_losses=config.rollout.max_retries,
+            call_limit_s=config.rollout.engine_call_timeout,
+        )
+    if (row := run.teacher) is not None:
+        indices = range(count, count + row.num_engines)
+        of_teacher = specs(row.engine, row.model_path, indices, row.num_devices, offload=False)
+        engines, _ = await launcher.start_engines(of_teacher)
+        teacher = EngineScorer(row.name, engines)
+    return client, teacher
+
+
+def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
+    """By name, outermost first; a second one of a name has its number behind it."""
+    built: dict[str, RouterMiddleware] = {}
+    for part in run.middlewares:
+        name = part.entry.name
+        built[name if name not in built else f"{name}-{len(built)}"] = part.build()
+    return built
+
+
+def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that should give memory back and cannot."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.offload and Capability.SLEEP not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
+                "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
+            )

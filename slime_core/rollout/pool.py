@@ -1,0 +1,226 @@
+"""pool: groups of all steps together. Those that finish first are trained first; what a step leaves over goes on.
+
+Where weights are published in flight, several steps are collected at once. They are filled one after the other, and
+their sizes together bound what is accepted or running, which is the admission rule of docs/adr/0011. Else a step ends by
+breaking off what it did not need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from slime_core.buffer.item import BufferItem
+from slime_core.contracts.collector import Collector
+from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
+from slime_core.rollout.judging import check_limit, data_ended, goes_back, marked, verdict
+from slime_core.rollout.staleness import is_stale, mask_stale
+from slime_core.types.sample import SampleGroup
+
+ABORT_INTERVAL_S: Final = 3.0
+"""An abort is repeated until every task has ended: one may have missed a request on its way to an engine."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A group that runs or has finished, and the item that it was made from."""
+
+    item: BufferItem
+    running: RunningGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """An accepted group that no step has taken yet."""
+
+    item: BufferItem
+    group: SampleGroup
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A step that is being collected."""
+
+    step: int
+    context: RolloutContext
+    refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        return self.context.config.rollout_batch_size
+
+    @property
+    def oldest_allowed(self) -> int:
+        """Older versions are stale when this step is trained."""
+        return self.context.version - self.context.max_staleness
+
+
+class GroupPool(Collector):
+    """One for the whole run. Groups are counted from when they are taken out of the buffer until a step takes them."""
+
+    def __init__(self) -> None:
+        self._orders: list[Order] = []
+        self._turns = asyncio.Lock()
+        self._running: dict[asyncio.Task[SampleGroup], Member] = {}
+        self._ready: deque[Finished] = deque()
+        self._news: asyncio.Queue[asyncio.Task[SampleGroup] | None] = asyncio.Queue()
+        """Groups that have ended; None: another step is wanted."""
+        self._last: Order | None = None
+
+    async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
+        order = self._last = Order(step, context)
+        in_flight = context.config.in_flight
+        self._orders.append(order)
+        self._news.put_nowait(None)
+        try:
+            async with self._turns:
+                groups = await self._fill(order)
+        except BaseException:
+            if not in_flight:
+                await self.give_back(patient=False)
+            raise
+        finally:
+            self._orders.remove(order)
+        if not in_flight:
+            await self.give_back(patient=True)
+        groups.sort(key=lambda group: group.samples[0].index)
+        context.observe(step, groups, order.refused)
+        return groups
+
+    async def give_back(self, *, patient: bool) -> None:
+        """Finished groups first, then what was broken off, in the order in which it was started."""
+        if self._last is None:
+            return
+        order, members = self._last, list(self._running.values())
+        items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
+        before = {member for member in members if member.running.task.done()}
+        try:
+            await self._break_off(order.context, [member for member in members if member not in before], patient)
+        finally:
+            for member in members:
+                member.running.task.cancel()
+            await asyncio.gather(*(member.running.task for member in members), return_exceptions=True)
+            items += [self._left_over(order, member, ended=member in before) for member in members]
+            order.context.buffer.add_samples(items)
+            self._running.clear()
+            self._ready.clear()
+            self._news = asyncio.Queue()
+
+    # ---------------------------------------------------------------- filling a step
+
+    async def _fill(self, order: Order) -> list[SampleGroup]:
+        """The next groups to finish, as many as the step wants."""
+        waiting, self._ready = self._ready, deque()
+        for finished in waiting:
+            self._accept(order, finished)
+        while len(self._ready) < order.size:
+            self._admit(order)
+            ended = await self._news.get()
+            if ended is not None:
+                self._judge(order, ended)
+        return [self._ready.popleft().group for _ in range(order.size)]
+
+    def _admit(self, order: Order) -> None:
+        """Starts as many groups as the steps under way, and over-sampling, leave room for."""
+        config = order.context.config
+        while (room := self._room(config.wave - config.rollout_batch_size)) > 0:
+            items = order.context.buffer.get_samples(room)
+            if not items:
+                if not self._running:
+                    raise data_ended(order.step)
+                return
+            for item in items:
+                self._start(order, item.begun(order.step))
+
+    def _room(self, over_sampling: int) -> int:
+        wanted = sum(order.size for order in self._orders)
+        return wanted + over_sampling - len(self._ready) - len(self._running)
+
+    def _start(self, order: Order, item: BufferItem) -> None:
+        if is_stale(item.samples, order.oldest_allowed) and order.context.config.on_stale != "mask_old_spans":
+            # It could only get older.
+            if order.context.config.on_stale == "drop":
+                order.context.counts["rollout/stale/dropped_groups"] += 1
+                return
+            order.context.counts["rollout/stale/requeued_groups"] += 1
+            item = item.as_returned(order.step)
+        assert order.context.runner is not None
+        running = order.context.runner.start(item.prompt, item.samples)
+        self._running[running.task] = Member(item, running)
+        running.task.add_done_callback(self._news.put_nowait)
+
+    def _judge(self, order: Order, task: asyncio.Task[SampleGroup]) -> None:
+        """A group that has ended is accepted, or its place becomes free. Raises what its task raised."""
+        context, config = order.context, order.context.config
+        group = task.result()
+        member = self._running.pop(task)
+        candidates = len(self._ready) + 1 + len(self._running)
+        decision = verdict(group, context, insufficient=candidates <= order.size)
+        if decision.keep:
+            self._accept(order, Finished(member.item, marked(group, decision.untrained)))
+            return
+        order.refused.append((group, decision.reason))
+        order.rejected[decision.reason] += 1
+        if goes_back(group, config):
+            context.buffer.add_samples([member.item.as_returned(order.step)])
+        check_limit(order.rejected, len(self._ready), order.step, config)
+
+    def _accept(self, order: Order, finished: Finished) -> None:
+        """Puts it beside those that wait for a step, unless it is too old for this one."""
+        context = order.context
+        if not is_stale(finished.group.samples, order.oldest_allowed):
+            self._ready.append(finished)
+        elif context.config.on_stale == "mask_old_spans":
+            group, lost = mask_stale(finished.group, order.oldest_allowed)
+            context.counts["rollout/stale/masked_tokens"] += lost
+            self._ready.append(Finished(finished.item, group))
+        elif context.config.on_stale == "drop":
+            context.counts["rollout/stale/dropped_groups"] += 1
+        else:
+            context.counts["rollout/stale/requeued_groups"] += 1
+            context.buffer.add_samples([finished.item.as_returned(order.step)])
+
+    # ---------------------------------------------------------------- breaking off
+
+    async def _break_off(self, context: RolloutContext, members: Sequence[Member], patient: bool) -> None:
+        """Ends their requests. Returns when their tasks have ended or wait for nothing but rewards; not `patient`: soon."""
+        groups = [member.running for member in members if not member.running.generated]
+        assert context.runner is not None or not groups
+        while running := [group for group in groups if not group.task.done()]:
+            assert context.runner is not None
+            await context.runner.abort(running)
+            await asyncio.wait([group.task for group in running], timeout=ABORT_INTERVAL_S)
+            if not patient:
+                # The run ends: what the engines had is aborted by now, and a tool may take as long as it likes.
+                return
+
+    def _left_over(self, order: Order, member: Member, *, ended: bool) -> BufferItem:
+        """What the buffer gets of a group that no step has taken. `ended`: by itself."""
+        context, config = order.context, order.context.config
+        task, item, generated = member.running.task, member.item, member.running.generated
+        if not task.cancelled() and task.exception() is not None:
+            context.counts["rollout/failed_groups"] += 1
+            return item.as_it_was(order.step)
+        if ended:
+            group = task.result()
+            if is_failed(group) or is_aborted(group):
+                return item.as_returned(order.step)
+            return self._surplus(order, item, group)
+        if context.max_staleness == 0 or not (config.partial_rollout or config.in_flight):
+            kept = item.as_returned(order.step)
+        elif generated:
+            kept = item.as_broken_off(order.step, generated)
+        else:
+            kept = item.as_it_was(order.step)
+        context.counts["rollout/partial_groups" if kept.samples else "rollout/aborted_groups"] += 1
+        return kept
+
+    def _surplus(self, order: Order, item: BufferItem, group: SampleGroup) -> BufferItem:
+        order.context.counts["rollout/surplus_groups"] += 1
+        keeps = order.context.max_staleness > 0
+        return item.as_surplus(order.step, group) if keeps else item.as_returned(order.step)

@@ -1,0 +1,160 @@
+"""Scoring: the rewards of a run on one group. Their weighted sum, and what follows where one of them failed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from slime_core.config.bound import BoundReward, PartSpec
+from slime_core.config.rollout import RewardPolicy, RolloutConfig
+from slime_core.contracts.reward import Outcome
+from slime_core.errors import RewardError, unknown_name
+from slime_core.rollout.rewards import Verdict, is_scored, part_of
+from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedReward:
+    """A reward as the pool is asked for it."""
+
+    spec: PartSpec
+    label: str
+    weight: float = 1.0
+    reward_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringPlan:
+    """Everything that the config says about what samples earn."""
+
+    rewards: tuple[WeightedReward, ...]
+    choice_key: str | None = None
+    """Of the metadata: which of the rewards count for a sample."""
+    retries: int = 0
+    policies: Mapping[str, RewardPolicy] = field(default_factory=dict)
+    """By outcome; `error` where nothing is said."""
+
+    @classmethod
+    def of(cls, rewards: Sequence[BoundReward], rollout: RolloutConfig) -> ScoringPlan | None:
+        """None: no reward."""
+        if not rewards:
+            return None
+        said: dict[str, RewardPolicy | None] = {
+            Outcome.WRONG: rollout.on_reward_wrong,
+            Outcome.TIMEOUT: rollout.on_reward_timeout,
+            Outcome.INFRA: rollout.on_reward_infra,
+        }
+        return cls(
+            rewards=tuple(
+                WeightedReward(spec=r.part.spec(), label=r.label, weight=r.weight, reward_key=r.reward_key)
+                for r in rewards
+            ),
+            choice_key=rollout.reward_choice_key,
+            retries=rollout.reward_retries,
+            policies={outcome: policy or rollout.on_reward_failure for outcome, policy in said.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FailedScoring:
+    """A sample that could not be scored, and that the run goes on without."""
+
+    sample: Sample
+    error: RewardError
+
+
+class Judge(Protocol):
+    """The pool, or what stands for it."""
+
+    async def judge(
+        self, spec: PartSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
+    ) -> list[Verdict]: ...
+
+
+async def score_group(
+    pool: Judge, plan: ScoringPlan, group: SampleGroup
+) -> tuple[SampleGroup, Sequence[FailedScoring]]:
+    """The group with rewards, and the samples that the plan's policies had to decide about. Aborted and failed samples,
+    and those that have a reward already, are not scored. RewardError where the policy is `error`."""
+    asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
+    if not asked:
+        return group, ()
+    chosen = {n: choose(plan, group.samples[n]) for n in asked}
+    members = {r.label: [n for n in asked if r.label in chosen[n]] for r in plan.rewards}
+    answers = await asyncio.gather(
+        *(
+            pool.judge(r.spec, part_of(group, members[r.label]), r.reward_key, retries=plan.retries)
+            for r in plan.rewards
+        )
+    )
+    verdicts: dict[int, dict[str, Verdict]] = {n: {} for n in asked}
+    for reward, of_reward in zip(plan.rewards, answers, strict=True):
+        for n, verdict in zip(members[reward.label], of_reward, strict=True):
+            verdicts[n][reward.label] = verdict
+    samples, failed = list(group.samples), []
+    for n in asked:
+        failure = next((v.failure for v in verdicts[n].values() if v.failure is not None), None)
+        if failure is None:
+            samples[n] = rewarded_by(plan, samples[n], verdicts[n])
+            continue
+        policy = plan.policies.get(failure.outcome, "error")
+        if policy == "error":
+            raise failure
+        failed.append(FailedScoring(samples[n], failure))
+        samples[n] = without_reward(samples[n], policy)
+    if failed and all(sample.reward is None for sample in samples):
+        # Nothing is left of it to learn from, or to compare with.
+        samples = [without_reward(sample, "fail_sample") for sample in samples]
+    return replace(group, samples=tuple(samples)), failed
+
+
+def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
+    """Labels of the rewards that count for the sample."""
+    labels = [reward.label for reward in plan.rewards]
+    said: Any = None if plan.choice_key is None else sample.metadata.get(plan.choice_key)
+    if said is None:
+        return frozenset(labels)
+    names = [said] if isinstance(said, str) else said
+    where = f"{sample.prompt.origin or f'group {sample.group_index}'}: metadata.{plan.choice_key}"
+    if not isinstance(names, (list, tuple)) or not names:
+        raise RewardError(f"{where} = {said!r}: say a reward's name, or a list of names.")
+    for name in names:
+        if name not in labels:
+            hint = "Data may choose among the rewards that the run file names, and no others."
+            raise RewardError(unknown_name(where, str(name), "reward of this run", labels, hint=hint))
+    return frozenset(names)
+
+
+def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Verdict]) -> Sample:
+    """The weighted sum. With several rewards in the run each one's own number is kept as a part, and its named numbers
+    under its name."""
+    if len(plan.rewards) == 1:
+        (verdict,) = verdicts.values()
+        parts = dict(verdict.parts)
+    else:
+        parts = {}
+        for label, verdict in verdicts.items():
+            assert verdict.value is not None
+            parts[label] = verdict.value
+            parts |= {f"{label}/{name}": number for name, number in verdict.parts.items()}
+    weight = {reward.label: reward.weight for reward in plan.rewards}
+    total = math.fsum(weight[label] * (verdict.value or 0.0) for label, verdict in verdicts.items())
+    spans = [
+        SpanReward(start, end, weight[label] * value)
+        for label, verdict in verdicts.items()
+        for start, end, value in verdict.spans
+    ]
+    return replace(sample, reward=total, reward_parts=parts, span_rewards=tuple(spans))
+
+
+def without_reward(sample: Sample, policy: RewardPolicy) -> Sample:
+    """The sample as it counts when its reward could not be had."""
+    match policy:
+        case "zero":
+            return replace(sample, reward=0.0)
+        case "leave_out":
+            return replace(sample, reward=None, remove_sample=True)
+    return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)

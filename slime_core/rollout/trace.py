@@ -1,0 +1,146 @@
+"""RolloutTrace: where the time of samples goes. One line a sample in traces.jsonl, and the perf metrics of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from slime_core.metrics import distribution
+from slime_core.storage import storage_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One engine call."""
+
+    request_id: str
+    queue_s: float
+    """Waiting for a place in an engine."""
+    generate_s: float
+    """In the engine, and on the way there and back."""
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int
+    """Of the prompt's, those that the engine had computed before."""
+    engine: int
+    finish: str
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """The engine's own counters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTrace:
+    """One try at an answer."""
+
+    index: int
+    attempt: int
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def queue_s(self) -> float:
+        return sum(turn.queue_s for turn in self.turns)
+
+    @property
+    def generate_s(self) -> float:
+        return sum(turn.generate_s for turn in self.turns)
+
+    @property
+    def other_s(self) -> float:
+        """In the generator itself and its tools."""
+        return max(0.0, self.seconds - self.queue_s - self.generate_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTrace:
+    """All answers to a prompt, and their rewards."""
+
+    scope: str
+    """`train`, or `eval-` and the name of a set."""
+    group_index: int
+    reward_s: float
+    answers: Sequence[AnswerTrace]
+
+
+class RolloutTrace:
+    """Takes in groups as they end."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: of the file with a line for each sample; None: metrics alone."""
+        self._path = path
+        self._file: IO[str] | None = None
+        self._trained: list[GroupTrace] = []
+
+    def add(self, trace: GroupTrace) -> None:
+        if trace.scope == "train":
+            self._trained.append(trace)
+        if self._path is not None:
+            self._write(self._path, trace)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the training groups that ended since this was last asked."""
+        groups, self._trained = self._trained, []
+        answers = [answer for group in groups for answer in group.answers]
+        turns = [turn for answer in answers for turn in answer.turns]
+        if not turns:
+            return {}
+        sent = sum(turn.prompt_tokens for turn in turns)
+        cached = sum(turn.cached_tokens for turn in turns)
+        written = np.array([turn.tokens / turn.generate_s for turn in turns if turn.tokens and turn.generate_s > 0])
+        return {
+            **distribution("perf/request/queue_time", np.array([turn.queue_s for turn in turns])),
+            **distribution("perf/request/generate_time", np.array([turn.generate_s for turn in turns])),
+            **distribution("perf/decode/tok_per_s", written),
+            **distribution("perf/non_generation_time", np.array([answer.other_s for answer in answers])),
+            **distribution("perf/reward_time", np.array([group.reward_s for group in groups])),
+            "rollout/prefix_cache_hit_rate": cached / sent if sent else 0.0,
+            "rollout/avg_cached_tokens_per_sample": cached / len(answers),
+            **speculation(turns),
+        }
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, path: Path, trace: GroupTrace) -> None:
+        try:
+            if self._file is None:
+                self._file = path.open("a", encoding="utf-8")
+            for answer in trace.answers:
+                self._file.write(json.dumps(line(trace, answer)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(path, error) from error
+
+
+def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
+    return {
+        "scope": trace.scope,
+        "group": trace.group_index,
+        "sample": answer.index,
+        "attempt": answer.attempt,
+        "began": round(answer.began, 6),
+        "seconds": round(answer.seconds, 6),
+        "queue_s": round(answer.queue_s, 6),
+        "generate_s": round(answer.generate_s, 6),
+        "other_s": round(answer.other_s, 6),
+        "reward_s": round(trace.reward_s, 6),
+        "turns": [asdict(turn) for turn in answer.turns],
+    }
+
+
+def speculation(turns: Sequence[Turn]) -> dict[str, float]:
+    """Means of what engines with speculative decoding tell."""
+    found: dict[str, list[float]] = {}
+    for turn in turns:
+        for name in ("spec_accept_rate", "spec_accept_length"):
+            if name in turn.extra:
+                found.setdefault(f"rollout/{name}", []).append(turn.extra[name])
+    return {name: float(np.mean(values)) for name, values in found.items()}

@@ -1,0 +1,468 @@
+"""The loop in all its modes, with engines and a trainer that only take time: what runs when, what is kept, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_core.contracts.filter import FilterDecision, GroupFilter
+from slime_core.contracts.tracker import Tracker
+from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
+from slime_core.loop import Schedule, run_loop
+from slime_core.session import Session
+from slime_core.testing.fast_clock import run_fast
+from slime_core.testing.scripted_engine import EngineInLoop
+from slime_core.testing.simulated_run import Simulation
+from slime_core.testing.timed_engine import TimedEngine
+
+SAMPLES = 2
+LONG = 3
+"""Every third group has a long answer."""
+
+
+def answer_length(request: Any) -> int:
+    """Tokens that are left of an answer: 10 for most, 45 for the second sample of every third group."""
+    number = int(request.request_id.split("/")[1])
+    whole = 45 if number // SAMPLES % LONG == 0 and number % SAMPLES else 10
+    return whole - (len(request.token_ids) - 1)
+
+
+def simulate(folder: Path, *, steps: int = 6, **changes: Any) -> Simulation:
+    """Four groups of two a step; a token takes a second."""
+    rollout = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": SAMPLES,
+        "rollout_max_response_len": 100,
+        **changes.pop("rollout", {}),
+    }
+    given = {"train_s": 5.0, "engines": [TimedEngine(slots=8, rate=lambda running: 1.0, length=answer_length)]}
+    return Simulation(folder=folder, num_rollout=steps, rollout=rollout, **given | changes)
+
+
+def run(simulation: Simulation) -> Session:
+    session = simulation.session()
+    run_fast(run_loop(session))
+    return session
+
+
+def group_numbers(simulation: Simulation) -> list[int]:
+    return [group.group_index for _, groups in simulation.trained for group in groups]
+
+
+def samples_of(simulation: Simulation) -> list[tuple[int, Any]]:
+    return [(version, s) for version, groups in simulation.trained for group in groups for s in group.samples]
+
+
+def staleness(simulation: Simulation) -> list[int]:
+    return [version - sample.oldest_version(version) for version, sample in samples_of(simulation)]
+
+
+def require_whole(simulation: Simulation) -> None:
+    """Every answer is there once, as long as it should be, with tokens that follow each other and spans that cover it."""
+    indices = [sample.index for _, sample in samples_of(simulation)]
+    assert len(set(indices)) == len(indices)
+    for _, sample in samples_of(simulation):
+        number = sample.index
+        long = number // SAMPLES % LONG == 0 and number % SAMPLES
+        assert sample.response_length == (45 if long else 10)
+        steps = np.diff(sample.response_tokens.astype(np.int64))
+        assert set(np.unique(steps % 97)) <= {1}, "an answer that was broken off does not go on where it was"
+        covered = [place for _, start, end in sample.spans for place in range(start, end)]
+        assert covered == list(range(sample.response_length))
+
+
+def waiting(session: Session) -> list[int]:
+    return [item.prompt.group_index for item in session.buffer.items]
+
+
+# ---------------------------------------------------------------- what runs when
+
+
+def test_in_turn_and_one_step_ahead(tmp_path: Path) -> None:
+    """45 seconds of generation and 5 of training: in turn they add up, one step ahead the longer one counts."""
+    in_turn, ahead = simulate(tmp_path / "0"), simulate(tmp_path / "1", rollout={"ahead": 1})
+    for simulation in (in_turn, ahead):
+        run(simulation)
+        assert group_numbers(simulation) == list(range(24))
+        require_whole(simulation)
+    assert np.diff(in_turn.trained_at).tolist() == [50.0] * 5
+    assert np.diff(ahead.trained_at).tolist() == [45.0] * 5
+    assert set(staleness(in_turn)) == {0}
+    assert set(staleness(ahead)) == {0, 1}
+    # A publish waits for the rollouts, so every answer has one version.
+    assert {len(sample.spans) for _, sample in samples_of(ahead)} == {1}
+
+
+def test_fully_asynchronous_overtakes_what_is_slow(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+    run(simulation)
+    require_whole(simulation)
+    # 8 slots write 8 tokens a second; a step of 4 groups has about 127.
+    assert np.median(np.diff(simulation.trained_at)) < 25
+    assert group_numbers(simulation) != sorted(group_numbers(simulation))
+    # In a batch they stand in the order in which they were submitted.
+    for _, groups in simulation.trained:
+        assert [g.group_index for g in groups] == sorted(g.group_index for g in groups)
+    assert max(staleness(simulation)) <= 2
+    # Weights came while answers were under way.
+    assert max(len(sample.spans) for _, sample in samples_of(simulation)) > 1
+    assert simulation.published == list(range(10))
+
+
+@pytest.mark.parametrize(("ahead", "wave"), [(1, 4), (2, 4), (3, 6)])
+def test_admission_is_bounded(tmp_path: Path, ahead: int, wave: int) -> None:
+    """accepted + running <= (ahead + version + 1) x batch at any time, beside what over-sampling allows."""
+    simulation = simulate(
+        tmp_path,
+        train_s=500.0,
+        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=answer_length)],
+        rollout={"ahead": ahead, "update_weights_in_flight": True, "over_sampling_batch_size": wave},
+    )
+    session = simulation.session()
+    most = 0
+
+    async def scene() -> None:
+        nonlocal most
+        loop = asyncio.create_task(run_loop(session))
+        while not loop.done():
+            await asyncio.sleep(1)
+            drawn = session.buffer.source.state()["next"] - len(session.buffer)
+            bound = min(ahead + session.state.version + 1, session.num_rollout) * 4 + wave - 4
+            assert drawn <= bound
+            most = max(most, drawn)
+        await loop
+
+    run_fast(scene())
+    assert most >= min(ahead + 3, 6) * 4
+    require_whole(simulation)
+
+
+def test_weights_every_second_step(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, rollout={"ahead": 2}, update_weights_interval=2)
+    run(simulation)
+    assert simulation.published == [0, 2, 4, 6]
+    versions = {span.version for _, sample in samples_of(simulation) for span in sample.spans}
+    assert versions <= {0, 2, 4}
+    assert max(staleness(simulation)) <= 3
+
+
+class Odd(GroupFilter):
+    def decide(self, group: Any) -> FilterDecision:
+        return FilterDecision(keep=group.group_index % 2 == 1, reason="even")
+
+
+def test_rejected_groups_do_not_count(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, steps=4, filters=[Odd()], rollout={"ahead": 2})
+    run(simulation)
+    assert len(group_numbers(simulation)) == 16
+    assert all(number % 2 for number in group_numbers(simulation))
+
+
+class Never(GroupFilter):
+    def decide(self, group: Any) -> FilterDecision:
+        return FilterDecision(keep=False, reason="never")
+
+
+def test_exhausted_rollouts_end_it(tmp_path: Path) -> None:
+    with pytest.raises(RolloutsExhausted, match=r"step 0: 40 groups were rejected .*never 40"):
+        run(simulate(tmp_path, filters=[Never()], rollout={"ahead": 3}))
+
+
+# ---------------------------------------------------------------- what is stale
+
+
+class Log(Tracker):
+    """What is logged, and its sums."""
+
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+        self.lines: list[tuple[str, int, Any]] = []
+
+    def start(self, run: Any) -> None: ...
+
+    def log(self, axis: str, step: int, metrics: Any, *, rollout_id: int) -> None:
+        self.lines.append((axis, step, metrics))
+        self.sums.update({name: int(value) for name, value in metrics.items()})
+
+    def finish(self) -> None: ...
+
+
+def test_stale_groups_are_generated_again_dropped_or_masked(tmp_path: Path) -> None:
+    for way in ("requeue", "drop", "mask_old_spans"):
+        simulation = simulate(
+            tmp_path / way,
+            steps=8,
+            train_s=1.0,
+            rollout={"ahead": 1, "update_weights_in_flight": True, "on_stale": way, "over_sampling_batch_size": 12},
+            engines=[TimedEngine(slots=24, rate=lambda running: 1.0, length=answer_length)],
+        )
+        session = simulation.session()
+        log = Log()
+        session.trackers = [log]
+        run_fast(run_loop(session))
+        counts = log.sums
+        stale = {name: number for name, number in counts.items() if name.startswith("rollout/stale/")}
+        trained = [
+            version - v
+            for version, sample in samples_of(simulation)
+            for v, start, end in sample.spans
+            if sample.loss_mask[start:end].any()
+        ]
+        assert max(trained) <= 1, way
+        if way == "requeue":
+            assert stale["rollout/stale/requeued_groups"] > 0
+            require_whole(simulation)
+        elif way == "drop":
+            assert stale["rollout/stale/dropped_groups"] > 0
+        else:
+            lost = sum(int((sample.loss_mask == 0).sum()) for _, sample in samples_of(simulation))
+            assert stale["rollout/stale/masked_tokens"] == lost > 0
+            require_whole(simulation)
+
+
+# ---------------------------------------------------------------- partial rollouts
+
+
+def partial(folder: Path, **changes: Any) -> Simulation:
+    rollout = {
+        "partial_rollout": True,
+        "over_sampling_batch_size": 8,
+        "max_staleness": 9,
+        **changes.pop("rollout", {}),
+    }
+    engine = TimedEngine(slots=16, rate=lambda running: 1.0, length=answer_length)
+    return simulate(folder, engines=[engine], rollout=rollout, **changes)
+
+
+def test_partial_rollouts_go_on_in_a_later_step(tmp_path: Path) -> None:
+    simulation = partial(tmp_path, steps=7)
+    session = run(simulation)
+    require_whole(simulation)
+    broken = [sample for _, sample in samples_of(simulation) if len(sample.spans) > 1]
+    assert broken, "nothing was broken off"
+    # No token was written twice, and no group was lost.
+    kept = sum(sample.response_length for item in session.buffer.items for sample in item.samples)
+    assert simulation.engines[0].tokens_written == sum(s.response_length for _, s in samples_of(simulation)) + kept
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
+    # Nobody waits for the longest answer: steps of 4 groups among 8 take 10 seconds and 5 of training.
+    assert np.diff(simulation.trained_at).mean() < 30
+
+
+def test_old_spans_of_partial_rollouts_may_be_masked(tmp_path: Path) -> None:
+    simulation = partial(tmp_path, steps=7, rollout={"mask_offpolicy_in_partial_rollout": True})
+    run(simulation)
+    masked = 0
+    for _, sample in samples_of(simulation):
+        newest = max(span.version for span in sample.spans)
+        for version, start, end in sample.spans:
+            assert set(sample.loss_mask[start:end]) == {version == newest}
+            masked += version < newest
+    assert masked
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_finished_surplus_waits_for_the_next_step_if_it_may_be_stale(tmp_path: Path, keeps: bool) -> None:
+    """Three of four answers take 10 seconds: more groups than are wanted finish at the same time."""
+    simulation = partial(tmp_path, steps=1, rollout={"partial_rollout": keeps, "max_staleness": int(keeps)})
+    session = simulation.session()
+    if not keeps:
+        from slime_core.rollout.plugin import PoolDriver
+
+        session.collector = PoolDriver.build(None)
+    run_fast(run_loop(session))
+    kinds = Counter(str(item.kind) for item in session.buffer.items)
+    assert kinds == ({"surplus": 1, "partial": 3} if keeps else {"returned": 4})
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Died(Exception):
+    """Stands for SIGKILL: nothing of the process is left."""
+
+
+def run_and_die(simulation: Simulation, after_s: float) -> Session:
+    """Ends without giving anything back; the next session knows the checkpoints alone."""
+    session = simulation.session()
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        await asyncio.wait({loop}, timeout=after_s)
+        if loop.done():
+            return loop.result()
+        # What the loop does on its way out no longer reaches the disk.
+        session.store = None  # type: ignore[assignment]
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        raise Died
+
+    run_fast(scene())
+    return session
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "in turn": {},
+    "one ahead": {"ahead": 1},
+    "fully asynchronous": {"ahead": 2},
+    "partial": {"partial_rollout": True, "max_staleness": 9, "over_sampling_batch_size": 8},
+    "asynchronous and partial": {
+        "ahead": 2,
+        "partial_rollout": True,
+        "max_staleness": 9,
+        "over_sampling_batch_size": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path: Path, mode: str) -> None:
+    """Killed every 37 seconds of its clock, which is between and within all that it does."""
+    trained: dict[int, list[Any]] = {}
+    steps, deaths = 9, 0
+    for attempt in itertools.count():
+        simulation = simulate(tmp_path, steps=steps, save_interval=2, publish_s=1.0, rollout=MODES[mode])
+        session = simulation.session()
+        first = session.state.rollout_id
+        try:
+            session = run_and_die(simulation, 37.0 + 20 * attempt)
+        except Died:
+            deaths += 1
+            trained |= dict(enumerate((groups for _, groups in simulation.trained), first))
+            continue
+        trained |= dict(enumerate((groups for _, groups in simulation.trained), first))
+        break
+    assert deaths >= 2
+    simulation.trained = [(step, trained[step]) for step in range(steps)]
+    require_whole(simulation)
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
+
+
+def test_a_checkpoint_keeps_tokens_versions_and_log_probs(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, steps=9, save_interval=2, rollout={"ahead": 2, "max_staleness": 9})
+    with pytest.raises(Died):
+        run_and_die(simulation, 75)
+    session = simulation.session()
+    items = session.buffer.items
+    assert {str(item.kind) for item in items} >= {"partial"}
+    for item in items:
+        for sample in item.samples:
+            assert sum(end - start for _, start, end in sample.spans) == sample.response_length
+            assert (sample.rollout_log_probs == -0.5).all()
+            assert item.start_rollout_id is not None
+    written = sum(sample.response_length for item in items for sample in item.samples)
+    again = simulate(tmp_path, steps=9, save_interval=2, rollout={"ahead": 2, "max_staleness": 9})
+    run(again)
+    require_whole(again)
+    kept_ahead = sum(s.response_length for groups in session.kept_ahead for g in groups for s in g.samples)
+    trained = sum(sample.response_length for _, sample in samples_of(again))
+    assert again.engines[0].tokens_written == trained - written - kept_ahead
+
+
+def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+    session = simulation.session()
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        await asyncio.sleep(75)
+        session.stop_requested.set()
+        await loop
+
+    with pytest.raises(Interrupted):
+        run_fast(scene())
+    done = len(simulation.trained)
+    assert 0 < done < 9
+    again = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+    resumed = again.session()
+    assert resumed.state.rollout_id == done
+    assert any(item.samples for item in resumed.buffer.items)
+    run_fast(run_loop(resumed))
+    again.trained = [*simulation.trained, *again.trained]
+    require_whole(again)
+    drawn = resumed.buffer.source.state()["next"]
+    assert sorted([*group_numbers(again), *waiting(resumed)]) == list(range(drawn))
+
+
+# ---------------------------------------------------------------- evaluation beside it, engines that are lost
+
+
+@pytest.mark.parametrize(
+    ("eval_table", "ahead"),
+    [({}, 0), ({"eval_on_the_side": True}, 0), ({"eval_on_the_side": True, "eval_holds_weights": False}, 2)],
+)
+def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
+    tmp_path: Path, eval_table: dict[str, Any], ahead: int
+) -> None:
+    simulation = simulate(
+        tmp_path,
+        train_s=20.0,
+        eval_prompts=12,
+        eval=eval_table,
+        rollout={"ahead": ahead},
+        engines=[TimedEngine(slots=100, rate=lambda running: 1.0, length=answer_length)],
+    )
+    session = simulation.session()
+    log = Log()
+    session.trackers = [log]
+    run_fast(run_loop(session))
+    require_whole(simulation)
+    evaluations = [(step, metrics) for axis, step, metrics in log.lines if axis == "eval/step"]
+    # After every second step, whatever else goes on, with an answer to every prompt.
+    assert [step for step, _ in evaluations] == [2, 4, 6]
+    assert all(metrics["eval/held_out/response_len/max"] == 45 for _, metrics in evaluations)
+    versions = [(metrics["eval/version_min"], metrics["eval/version_max"]) for _, metrics in evaluations]
+    if eval_table.get("eval_holds_weights", True):
+        assert versions == [(2, 2), (4, 4), (6, 6)]
+    else:
+        assert versions[0][0] == 2
+        assert versions[0][1] > 2
+    # In turn: 45 seconds of rollouts and 20 of training, and 45 of evaluation before the next step, or beside it.
+    if ahead == 0:
+        pauses = np.diff(simulation.trained_at).tolist()
+        assert pauses == [65.0, 65.0 if eval_table else 110.0] * 2 + [65.0]
+
+
+@pytest.mark.parametrize("mode", ["fully asynchronous", "asynchronous and partial"])
+def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: str) -> None:
+    engines = [TimedEngine(slots=4, rate=lambda running: 1.0, length=answer_length) for _ in range(2)]
+    simulation = simulate(tmp_path, steps=9, engines=engines, save_interval=4, publish_s=1.0, rollout=MODES[mode])
+    session = simulation.session()
+    assert session.client is not None
+    client, lost = session.client, []
+    client.watch(lambda index, error, again: lost.append(again))
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        for after_s, back_s in ((7.0, 3.0), (23.0, 11.0)):
+            await asyncio.sleep(after_s)
+            client.quarantine(1, EngineError("it is gone"))
+            await asyncio.sleep(back_s)
+            successor = TimedEngine(
+                slots=4, rate=lambda running: 1.0, length=answer_length, version=session.state.version
+            )
+            client.admit(1, EngineInLoop(successor))
+        await loop
+
+    run_fast(scene())
+    assert lost[0] > 0
+    require_whole(simulation)
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
+
+
+def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, rollout={"ahead": 3, "update_weights_in_flight": False})
+    session = simulation.session()
+    schedule = Schedule(session)
+    assert not schedule.pooled
+    run_fast(run_loop(session))
+    assert group_numbers(simulation) == list(range(24))
+    assert max(staleness(simulation)) <= 3

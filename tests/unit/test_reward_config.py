@@ -1,0 +1,111 @@
+"""Several rewards, policies for their failures, halves of a run: what a run file may say."""
+
+import re
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_core.manifest import resolved_config
+from slime_core.rollout.scoring import ScoringPlan
+
+BASE = """
+name = "tiny"
+model = { hf_checkpoint = "base" }
+plugin = ["fakes.py"]
+data = { prompt_data = ["train.jsonl"], input_key = "prompt", label_key = "label" }
+backend = "fake"
+engine = "fake"
+rollout = { rollout_batch_size = 4, n_samples_per_prompt = 8, rollout_max_response_len = 16 }
+train = { num_rollout = 3, global_batch_size = 32 }
+algo = "grpo"
+"""
+TWO = BASE + 'rewards = ["one", { name = "two", weight = 0.5, label = "second", reward_key = "acc" }]\n'
+SPANS = """
+from slime_core.contracts.reward import RewardDriver
+from slime_core.plugin import driver
+
+
+@driver("slime.rewards", "steps")
+class Steps(RewardDriver):
+    gives_spans = True
+
+    @classmethod
+    def build(cls, config):
+        return None
+"""
+
+
+def told(bound, *flags, **how):
+    with pytest.raises(ConfigError) as caught:
+        bound(*flags, **how)
+    return "\n".join(caught.value.problems)
+
+
+def test_several_rewards_with_their_weights(bound):
+    sets = '[eval.datasets]\nown = { path = "o", reward = "two" }\nt = { path = "t" }\n'
+    run = bound("--reward-retries", "2", text=TWO, extra=sets)
+    plan = ScoringPlan.of(run.rewards, run.config.rollout)
+    assert [(r.label, r.weight, r.reward_key) for r in plan.rewards] == [("one", 1.0, None), ("second", 0.5, "acc")]
+    assert plan.retries == 2
+    own, other = run.evals
+    assert [reward.label for reward in own.rewards] == ["two"]
+    assert other.rewards == run.rewards
+    assert resolved_config(run)["rewards"] == [
+        {"name": "one", "weight": 1.0, "label": None, "reward_key": None},
+        {"name": "two", "weight": 0.5, "label": "second", "reward_key": "acc"},
+    ]
+    assert {"rewards[0] one", "rewards[1] two"} <= {f"{part.where} {part.name}" for part in run.parts}
+    assert [r.label for r in bound("--rewards", "two", "one", text=TWO).rewards] == ["two", "one"]
+    by_flag = bound("--rewards", '[{ name = "two", weight = -1 }]', text=BASE)
+    assert [(r.label, r.weight) for r in by_flag.rewards] == [("two", -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (TWO + 'reward = "one"\n', "reward and rewards: say `reward` for one"),
+        (TWO.replace('"second"', '"one"'), 'rewards: two are called "one"'),
+        (TWO.replace('"two"', '"twoo"'), r'rewards\[1\]\.name = "twoo": unknown reward; close match: two'),
+        (TWO.replace("weight", "wieght"), r"rewards\[1\]\.wieght: unknown option"),
+        (TWO.replace("0.5", "nan"), "rewards"),
+        (TWO.replace("n_samples", "reward_key = 'x', n_samples"), "put reward_key into its table"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_told(bound, text, says):
+    assert re.search(says, told(bound, text=text))
+
+
+def test_each_kind_of_failure_has_its_policy(bound):
+    run = bound("--on-reward-failure", "fail_sample", "--on-reward-timeout", "zero", "--on-reward-infra", "error")
+    policies = ScoringPlan.of(run.rewards, run.config.rollout).policies
+    assert policies == {"wrong": "fail_sample", "timeout": "zero", "infra": "error"}
+    plain = bound()
+    assert set(ScoringPlan.of(plain.rewards, plain.config.rollout).policies.values()) == {"error"}
+
+
+def test_rewards_of_spans_want_an_advantage_that_takes_them(bound, tmp_path):
+    (tmp_path / "spans.py").write_text(SPANS)
+    text = BASE.replace('["fakes.py"]', '["fakes.py", "spans.py"]') + 'reward = "steps"\n'
+    assert '"steps" rewards spans of a response, and advantage "group_norm"' in told(bound, text=text)
+    assert bound("--algo", "reinforce_plus_plus", text=text).rewards[0].label == "steps"
+
+
+def test_halves_of_a_run(bound, tmp_path):
+    says = told(
+        bound, "--debug-train-only", "--debug-rollout-only", "--use-pytorch-profiler", "--profile-step-start", "2"
+    )
+    for text in (
+        "rollout.debug_rollout_only and train.debug_train_only",
+        "--load-debug-train-data FOLDER",
+        "debug.profile_step_end = 2 must be more than profile_step_start = 2",
+    ):
+        assert text in says
+    sets = '[eval.datasets]\nt = { path = "t" }\n'
+    replayed = bound("--debug-train-only", "--load-debug-rollout-data", str(tmp_path / "d"), extra=sets)
+    assert (replayed.collector.name, replayed.collector.config.folder) == ("replay", str(tmp_path / "d"))
+    assert (replayed.generates, replayed.reads_prompts, replayed.evals) == (False, False, ())
+    recorded = bound("--load-debug-train-data", str(tmp_path / "d"), extra=sets)
+    assert not recorded.generates
+    assert recorded.evals
+    both = told(bound, "--load-debug-rollout-data", "d", "--rollout.collector", "accepted")
+    assert "both say where groups come from" in both
