@@ -53,6 +53,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
+    groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
 }
 """Group to distribution to the names that it registers."""
 

@@ -165,11 +165,7 @@ async def assemble_session(
         ) from None
     roles, (client, teacher) = trainers_task.result(), engines_task.result()
     residency = Residency(
-<<<<<<< HEAD
-        next((trainers.devices for trainers in roles.values()), Devices()),
-=======
         next(iter(roles.values())).devices if roles else Devices(),
->>>>>>> sglang
         client,
         shared=config.launcher.colocate and bool(roles),
         offload_rollout=config.launcher.offloads_rollout(device),
@@ -234,17 +230,11 @@ async def assemble_session(
         client=client,
         middlewares=middlewares,
         roles=roles,
-<<<<<<< HEAD
-        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
-        if roles
-        else RolloutOnly(run.config.debug),
-=======
         learner=(
             Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
             if roles
             else RolloutOnly(run.config.debug)
         ),
->>>>>>> sglang
         residency=residency,
         transport=None if client is None or run.transport is None or not roles else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),

@@ -98,10 +98,6 @@ class Simulation:
             filters=self.filters,
             client=client,
             middlewares={},
-<<<<<<< HEAD
-=======
-            residency=Residency(Devices(), client, shared=False, offload_rollout=False),
->>>>>>> sglang
             roles=cast("Any", {"actor": IdleRanks()}),
             residency=Residency(Devices(), client, shared=False, offload_rollout=False),
             learner=cast("Any", self),

@@ -20,11 +20,13 @@ LEVELS = [
         "metrics",
         "manifest",
         "model_folder",
+        "model_presets",
         "new_model",
         "onednn",
         "event_log",
         "run_folder",
         "tracking",
+        "weight_files",
     },
     {"loop", "evaluate", "plan"}
     | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary", "convert"},

@@ -17,6 +17,7 @@ PLAIN_WORDS = {
     "disk",
     "distributed",
     "group_baseline",
+    "hf",
     "length",
     "local",
     "math",
