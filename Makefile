@@ -6,13 +6,13 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-rm-hub slime-rm-math slime-router slime-sglang slime-track
+PLUGINS := slime-agents slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-quantize slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-sglang slime-track
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: venv demo test test-faults test-megatron test-sglang learn lint types bench docs clean
+.PHONY: venv demo test test-examples test-faults test-megatron test-sglang learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot,ray] --editable plugins/slime-fsdp[lora] hatchling hypothesis mypy psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot,ray] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -55,6 +55,9 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
+
+test-examples: .venv/.test  ## Every example in short form: does it learn what its README says?
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "arithmetic"
 RUN_FILE = EXAMPLE / "run.toml"
 OPD, SFT = "opd", "sft"
-OWN_RUN_FILES = {OPD: EXAMPLE / "opd.toml", SFT: EXAMPLE / "sft.toml"}
+OWN_RUN_FILES = {OPD: EXAMPLE.parent / "distill" / "run.toml", SFT: EXAMPLE.parent / "sft" / "run.toml"}
 """Algorithms that do not learn from rewards."""
 PICTURE = ROOT / "docs" / "images" / "learning-curves.png"
 SLIME = Path(sys.executable).with_name("slime")

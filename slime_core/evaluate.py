@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slime_core.config.bound import BoundEvalSet
-from slime_core.metrics import distribution, pass_at_k, reward_part_metrics
+from slime_core.metrics import count_metrics, distribution, pass_at_k, reward_part_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.types.prompt import Prompt
 from slime_core.types.report import EvalReport
@@ -74,6 +74,7 @@ def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[s
         f"{name}-truncated_ratio": float(np.mean([s.status is Status.TRUNCATED for s in samples])) if samples else 0.0,
         **distribution(f"{name}/response_len", np.array([sample.response_length for sample in samples])),
         **reward_part_metrics(samples, name),
+        **count_metrics(samples, f"{name}/count"),
     }
     failed = sum(sample.status is Status.FAILED for sample in samples)
     if failed:

@@ -32,13 +32,14 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.CORRECTIONS: {"slime-estimators": ("tis", "icepop", "mis", "opsm")},
     groups.REWARDS: {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
-        "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "random"),
+        "slime-agents": ("retool",),
+        "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
     groups.COLLECTORS: {"slime-distill": ("sft",)},
     groups.FILTERS: {
         "slime-filters": ("nonzero_std", "pass_rate_band", "length", "overlong_filter", "priority", "fresh_first"),
     },
-    groups.GENERATORS: {"slime-search-r1": ("search_r1",), "slime-agents": ("retool", "multi_agent")},
+    groups.GENERATORS: {"slime-search-r1": ("search_r1",), "slime-agents": ("retool", "multi_agent", "openai_agent")},
     groups.MIDDLEWARES: {
         "slime-router": (
             "radix_cache",
@@ -52,6 +53,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
+    groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
 }
 """Group to distribution to the names that it registers."""
 

@@ -24,6 +24,7 @@ from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
 from slime_core.metrics import (
     column_metrics,
+    count_metrics,
     group_metrics,
     logged_metrics,
     repetition_metrics,
@@ -190,6 +191,7 @@ class Learner:
                 ),
                 **repetition_metrics(samples),
                 **reward_part_metrics(samples, "rollout/reward_part"),
+                **count_metrics(samples, "rollout/count"),
                 **logged_metrics(self._plan.logged, batch, samples, columns.get(Need.ENTROPY)),
                 **credited.metrics,
                 **counts,

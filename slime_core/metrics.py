@@ -224,6 +224,12 @@ def reward_part_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, flo
     }
 
 
+def count_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Means of what generators counted; a sample that lacks a count has none of it."""
+    names = sorted({name for sample in samples for name in sample.counts})
+    return {f"{prefix}/{name}": float(np.mean([s.counts.get(name, 0.0) for s in samples])) for name in names}
+
+
 def pass_at_k(num_samples: npt.NDArray[np.integer], num_correct: npt.NDArray[np.integer]) -> dict[int, float]:
     """k to the mean over prompts of 1 - C(n - c, k) / C(n, k), for k = 1, 2, 4, … up to the fewest samples of a prompt.
 

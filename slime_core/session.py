@@ -327,6 +327,7 @@ class Session:
             self.evaluation = None
 
     async def _evaluate(self, step: int) -> None:
+        await self.residency.rollout()
         version = self.state.version if self.publish_report is None else self.publish_report.version
         report, groups = await self.evaluator.evaluate(step, version)
         if step < 0:

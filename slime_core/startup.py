@@ -19,6 +19,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
 from slime_core.engines import build_middlewares, start_engines
 from slime_core.errors import CheckpointError, RewardError, SlimeError
@@ -193,11 +194,21 @@ async def assemble_session(
             write_train_data(train_data_file(folder.train_data, rollout_id), batch, columns)
         hooks.batch_ready(BatchReady(run=event, rollout_id=rollout_id, version=version, batch=batch, columns=columns))
 
+    generators: dict[str, Generator] = {}
+
+    def generator(part: Part) -> Generator:
+        """Equal options share one: what it opens is opened once."""
+        key = part.spec().to_json()
+        if key not in generators:
+            generators[key] = part.build()
+            stack.push_async_callback(generators[key].close)
+        return generators[key]
+
     def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
         assert client is not None
         return GroupRunner(
             settings,
-            generator=generate.build(),
+            generator=generator(generate),
             client=client,
             tokenizer=materials.tokenizer,
             rewards=rewards,

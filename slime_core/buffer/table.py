@@ -45,6 +45,7 @@ SCHEMA: Final = pa.schema(
         ("tools", pa.string()),
         pa.field("prompt_metadata", pa.string(), nullable=False),
         ("metadata", pa.string()),
+        ("counts", pa.map_(pa.string(), pa.float64())),
         pa.field("origin", pa.string(), nullable=False),
         pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
         ("prompt_length", pa.int32()),
@@ -87,6 +88,7 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         ],
         "status": [None if sample is None else sample.status.value for sample in samples],
         "reward_parts": [None if sample is None else list(sample.reward_parts.items()) for sample in samples],
+        "counts": [None if sample is None else list(sample.counts.items()) for sample in samples],
         "tokens": _ragged(of_sample("tokens"), np.int32),
         "loss_mask": _ragged(of_sample("loss_mask"), np.uint8),
         "rollout_log_probs": _ragged(of_sample("rollout_log_probs"), np.float32),
@@ -229,6 +231,7 @@ def _read_sample(row: int, plain: dict[str, Any], lists: dict[str, Any], prompt:
         credit_key=plain["credit_key"][row],
         remove_sample=plain["remove_sample"][row],
         metadata=_from_json(plain["metadata"][row]),
+        counts=dict(plain["counts"][row]),
     )
 
 

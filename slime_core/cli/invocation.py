@@ -113,7 +113,7 @@ def prepare(config: PrepareConfig, base: Path) -> None:
     if not script.is_file():
         raise ConfigError(f"prepare.script = {script}: no such file; it would make {', '.join(missing)}.")
     print(f"preparing: {script.name} makes {', '.join(Path(path).name for path in missing)}", flush=True)
-    ended = subprocess.run([sys.executable, str(script)], cwd=base, check=False)
+    ended = subprocess.run([sys.executable, str(script), *config.script_arguments], cwd=base, check=False)
     if ended.returncode:
         raise ConfigError(f"prepare.script = {script}: ended with exit code {ended.returncode}; see its output above.")
     if still := [path for path in config.creates if not Path(path).exists()]:

@@ -165,7 +165,7 @@ def rewards(run: BoundRun) -> list[str]:
     deaf = [part.name for part in run.algo.estimators if part.driver.uses_rewards and not part.driver.accepts_spans]
     return [
         f'{reward.part.where}: "{reward.label}" rewards spans of a response, and advantage "{deaf[0]}" gives all tokens of '
-        "one the same credit. Choose an advantage that takes them: `slime plugins show NAME` says so."
+        "one the same credit. Choose one that credits tokens one by one (its driver says accepts_spans), or another reward."
         for reward in run.rewards
         if reward.part.driver.gives_spans and deaf
     ]

@@ -212,6 +212,8 @@ class PrepareConfig(Table):
 
     script: RunPath
     """Python file, run once with this interpreter in the run file's folder."""
+    script_arguments: tuple[str, ...] = ()
+    """Words for its command line."""
     creates: tuple[RunPath, ...]
     """It runs when one of these is missing, and must leave all of them."""
 

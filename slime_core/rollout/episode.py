@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.errors import RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample
+from slime_core.types.sample import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Scorer: TypeAlias = Callable[[SampleGroup], Awaitable[SampleGroup]]
 
 
 class EngineEpisode:
@@ -42,6 +46,7 @@ class EngineEpisode:
         tokenizer: PreTrainedTokenizerBase,
         evaluation: bool,
         kept: Sample | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
@@ -58,20 +63,29 @@ class EngineEpisode:
         self._id = f"{scope}/{index}" if attempt == 0 else f"{scope}.{attempt}/{index}"
         self._seed = seed
         self._stop = stop
-        self._max_context_len = max_context_len
+        self.max_context_len = max_context_len
         self._client = client
-        self._kept = kept
+        self.kept = kept
+        self._scorer = scorer
 
-    def trajectory(self) -> Trajectory:
-        started = Trajectory(self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
-        if self._kept is not None:
-            started.restart_from(self._kept)
+    def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
+        started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
+        if prompt is None and self.kept is not None:
+            started.restart_from(self.kept)
         return started
+
+    async def stopped(self) -> None:
+        await self._stop.wait()
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        if self._scorer is None:
+            raise RewardError("the generator asks for rewards, and the run has none: name one with --reward.")
+        return (await self._scorer(SampleGroup(prompt=self.prompt, samples=tuple(samples)))).samples
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
         sampling = sampling or self.sampling
-        if self._max_context_len is not None:
-            room = max(0, self._max_context_len - len(token_ids))
+        if self.max_context_len is not None:
+            room = max(0, self.max_context_len - len(token_ids))
             if room < sampling.max_new_tokens:
                 sampling = replace(sampling, max_new_tokens=room)
         turn = len(self.request_ids)
@@ -102,6 +116,8 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
+        if not self.evaluation:
+            self._client.served.add(request, completion)
         return completion
 
     def trace(self, seconds: float) -> AnswerTrace:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, EngineUnavailable, PluginError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
@@ -183,6 +183,7 @@ class GroupRunner:
                 evaluation=self.settings.evaluation,
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
+                scorer=None if self._rewards is None else self._score,
             )
             episodes.append(episode)
             began = time.perf_counter()
@@ -195,7 +196,7 @@ class GroupRunner:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 break
-            except (EngineError, PluginError):
+            except (EngineError, PluginError, RewardError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries

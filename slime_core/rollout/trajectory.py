@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class Trajectory:
         self._spans: list[VersionSpan] = []
         self._length = 0
         self.status = Status.PENDING
+        self.counts: Counter[str] = Counter()
+        """Turns, calls of tools and the like, for whoever grows it to count; their means are metrics."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -48,6 +51,15 @@ class Trajectory:
     @property
     def response_length(self) -> int:
         return self._length
+
+    @property
+    def last_turn(self) -> npt.NDArray[np.int32]:
+        """What the model has written since the environment wrote last; more than one completion if a partial rollout went
+        on with it."""
+        mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
+        tokens = np.concatenate([np.empty(0, np.int32), *self._tokens])
+        written_by_others = np.flatnonzero(mask == 0)
+        return tokens[written_by_others[-1] + 1 :] if len(written_by_others) else tokens
 
     def append_completion(self, completion: Completion) -> None:
         """What the model wrote. Sets the status from the finish reason."""
@@ -85,12 +97,14 @@ class Trajectory:
             status=status or self.status,
             reward=reward,
             metadata={**self.prompt.metadata, **(metadata or {})},
+            counts=dict(self.counts),
         )
 
     def restart_from(self, sample: Sample) -> None:
-        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans."""
+        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans, counts."""
         self._append(sample.response_tokens, sample.loss_mask, sample.rollout_log_probs)
         self._spans += list(sample.spans)
+        self.counts.update(sample.counts)
         self.status = sample.status
 
     def _append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from slime_core.rollout.episode import EngineEpisode
 from slime_core.testing.scripted_engine import EngineInLoop, ScriptedEngine
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample
+from slime_core.types.sample import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,7 +83,14 @@ def episode_of(
         tokenizer=tokenizer(),
         evaluation=False,
         kept=kept,
+        scorer=score_by_length,
     )
+
+
+async def score_by_length(group: SampleGroup) -> SampleGroup:
+    """A reward that every answer has."""
+    scored = (replace(sample, reward=sample.response_length / 8) for sample in group.samples)
+    return replace(group, samples=tuple(scored))
 
 
 class NumberedPrompts(DataSource):

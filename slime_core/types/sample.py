@@ -73,6 +73,8 @@ class Sample:
     remove_sample: bool = False
     """Counts in its group's statistics, trains nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What its generator counted, such as turns and calls of tools; their means are metrics."""
 
     @property
     def response_length(self) -> int:

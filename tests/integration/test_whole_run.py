@@ -38,6 +38,7 @@ def test_the_demo_in_short_form_learns(tmp_path: Path) -> None:
     example = shutil.copytree(
         ROOT / "examples/arithmetic", tmp_path / "arithmetic", ignore=shutil.ignore_patterns("generated")
     )
+    shutil.copy(ROOT / "examples/warm_start.py", tmp_path)
     words = [
         "run",
         str(example / "run.toml"),

@@ -13,6 +13,7 @@ from slime_core.metrics import (
     category_metrics,
     column_metrics,
     correct_metrics,
+    count_metrics,
     distribution,
     generation_metrics,
     group_metrics,
@@ -173,6 +174,12 @@ def test_answers_that_repeat_themselves(make_group):
 def test_column_metrics_are_means_over_trained_tokens(make_batch):
     batch = make_batch([(1, 3)], masks=[[1, 0, 1]])
     assert column_metrics(batch, {"values": np.array([1, np.nan, 4], np.float32)}) == {"rollout/values": 2.5}
+
+
+def test_counts_are_averaged_over_all_samples(make_group):
+    first, second, third = make_group([1.0, 2.0, 3.0]).samples
+    counted = [replace(first, counts={"turns": 2, "searches": 1}), replace(second, counts={"turns": 1}), third]
+    assert count_metrics(counted, "p") == {"p/turns": 1.0, "p/searches": pytest.approx(1 / 3)}
 
 
 def test_reward_parts_are_averaged_over_the_samples_that_have_them(make_group):

@@ -75,6 +75,9 @@ class Trainer:
     async def turn(self):
         yield
 
+    def forward_tflop(self, batch):
+        return 0.0
+
     def dispatch(self, batch, step_of_sample):
         self.step_of_sample = step_of_sample
         return type("Dispatch", (), {"batch": batch})

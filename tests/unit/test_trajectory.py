@@ -47,6 +47,8 @@ def test_two_turns_with_a_tool_between_them():
     grown.append_environment([8, 9])
     assert grown.tokens.tolist() == [5, 6, 7, 1, 2, 8, 9]
     grown.append_completion(completion([3], "length"))
+    assert grown.last_turn.tolist() == [3]
+    grown.counts["searches"] += 1
     sample = grown.finish(reward=0.5, metadata={"turns": 2})
     assert sample.tokens.tolist() == [5, 6, 7, 1, 2, 8, 9, 3]
     assert sample.response_tokens.tolist() == [1, 2, 8, 9, 3]
@@ -58,6 +60,7 @@ def test_two_turns_with_a_tool_between_them():
     assert sample.response == "bcijd"
     assert (sample.index, sample.group_index, sample.rollout_id) == (12, 6, 3)
     assert sample.metadata == {"kind": "x", "turns": 2}
+    assert sample.counts == {"searches": 1}
     assert sample.reward == 0.5
     assert (sample.loss_mask.dtype, sample.rollout_log_probs.dtype, sample.tokens.dtype) == (
         np.uint8,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +30,18 @@ async def answer(generator: Generator, episode: EngineEpisode) -> Sequence[Sampl
     return check_samples(await generator.generate(episode), generator)
 
 
+@contextlib.asynccontextmanager
+async def built(case: Case) -> AsyncIterator[Generator]:
+    generator: Generator = case.build()
+    try:
+        yield generator
+    finally:
+        await generator.close()
+
+
 async def fresh_answer(case: Case, number: int = 3, **options: Any) -> Sequence[Sample]:
-    return await answer(case.build(), episode_of(client_of(engine()), number, **options))
+    async with built(case) as generator:
+        return await answer(generator, episode_of(client_of(engine()), number, **options))
 
 
 def require_same_samples(what: str, got: Sequence[Sample], expected: Sequence[Sample]) -> None:
@@ -58,7 +69,8 @@ def test_lengths_agree(case: Case) -> None:
 def test_trained_tokens_are_the_engines(case: Case) -> None:
     async def scene(number: int) -> None:
         scripted = engine()
-        samples = await answer(case.build(), episode_of(client_of(scripted), number))
+        async with built(case) as generator:
+            samples = await answer(generator, episode_of(client_of(scripted), number))
         reported = Counter(
             (int(token), float(log_prob))
             for completion in scripted.completions
@@ -92,15 +104,16 @@ def test_an_abort_ends_it(case: Case) -> None:
         episode = episode_of(client, stop=stop)
         if before:
             stop.set()
-        task = asyncio.create_task(answer(case.build(), episode))
-        begun = asyncio.create_task(scripted.begun.wait())
-        await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
-        begun.cancel()
-        stop.set()
-        while not task.done():
-            await client.abort(episode.request_ids)
-            await asyncio.sleep(0.001)
-        return await task
+        async with built(case) as generator:
+            task = asyncio.create_task(answer(generator, episode))
+            begun = asyncio.create_task(scripted.begun.wait())
+            await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+            stop.set()
+            while not task.done():
+                await client.abort(episode.request_ids)
+                await asyncio.sleep(0.001)
+            return await task
 
     for before in (False, True):
         samples = run(scene(before))
@@ -110,7 +123,8 @@ def test_an_abort_ends_it(case: Case) -> None:
 
 def test_engine_errors_surface(case: Case) -> None:
     async def scene() -> Sequence[Sample]:
-        return await answer(case.build(), episode_of(client_of(engine(failure=EngineError("the engine died")))))
+        async with built(case) as generator:
+            return await answer(generator, episode_of(client_of(engine(failure=EngineError("the engine died")))))
 
     try:
         samples = run(scene())
@@ -121,8 +135,9 @@ def test_engine_errors_surface(case: Case) -> None:
 
 def test_episodes_keep_apart(case: Case) -> None:
     async def together() -> list[Sequence[Sample]]:
-        generator, client = case.build(), client_of(engine())
-        return await asyncio.gather(*(answer(generator, episode_of(client, number)) for number in range(8)))
+        client = client_of(engine())
+        async with built(case) as generator:
+            return await asyncio.gather(*(answer(generator, episode_of(client, number)) for number in range(8)))
 
     for number, got in enumerate(run(together())):
         require_same_samples(f"prompt {number} beside seven others", got, run(fresh_answer(case, number)))

@@ -72,6 +72,7 @@ def samples(draw: st.DrawFn, prompt: Prompt) -> Sample:
         credit_key=draw(st.none() | INT64),
         remove_sample=draw(st.booleans()),
         metadata=draw(OBJECT),
+        counts=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
     )
 
 
@@ -131,6 +132,7 @@ def make_group(group_index: int = 3, lengths: tuple[int, ...] = (2, 0, 3)) -> Sa
             span_rewards=(SpanReward(1, length, 0.25),) if length else (),
             reward=1.0,
             reward_parts={"format": 0.5},
+            counts={"turns": 2.0},
         )
         for number, length in enumerate(lengths)
     ]
@@ -160,6 +162,7 @@ def test_the_columns_that_readers_see(tmp_path: Path):
         "tools": None,
         "prompt_metadata": '{"level": 1}',
         "metadata": "{}",
+        "counts": [("turns", 2.0)],
         "origin": "train.jsonl, line 4",
         "prompt_token_ids": [5, 6],
         "prompt_length": 2,

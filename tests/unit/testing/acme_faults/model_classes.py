@@ -169,7 +169,7 @@ class Blocks(Engine):
     async def generate(self, requests):
         answers = asyncio.ensure_future(super().generate(requests))
         await asyncio.sleep(0)
-        while self._decoder.busy and not (self._paused or self._asleep or self._loader.incomplete):
+        while self._decoder.busy and not (self._paused or self._absent or self._loader.incomplete):
             self._decoder.step()
         self._consider()
         return await answers

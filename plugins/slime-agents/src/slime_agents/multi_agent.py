@@ -1,0 +1,127 @@
+"""multi_agent: the model in several roles, each of which reads what the earlier ones wrote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slime_core.contracts.generator import Episode, Generator
+from slime_core.errors import ConfigError, PluginError
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_agents.plugin import AgentRole, MultiAgentConfig
+
+
+class MultiAgent(Generator):
+    """Agents speak in the order given, `rounds` times. Every answer of an agent is a sample with a prompt of its own; all of
+    an episode are one rollout. Agents are compared with themselves alone: each has a credit key for every prompt.
+
+    The samples of the agent that speaks last are the outcome. In an evaluation they are all that is returned.
+    """
+
+    def __init__(self, config: MultiAgentConfig) -> None:
+        self._config = config
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        self._templates: dict[str, Template] = {}
+        for agent in config.agents:
+            if agent.prompt is None:
+                continue
+            try:
+                self._templates[agent.name] = environment.from_string(agent.prompt)
+            except TemplateError as error:
+                raise ConfigError(f"agents.{agent.name}.prompt: {error}") from error
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        answers: dict[str, list[str]] = {agent.name: [] for agent in self._config.agents}
+        samples: list[Sample] = []
+        spoken: list[Sample] = []
+        for turn in range(self._config.rounds):
+            for number, agent in enumerate(self._config.agents):
+                prompt = self._prompt(episode, agent, answers, turn)
+                spoken = await asyncio.gather(*(self._speak(episode, number, prompt) for _ in range(agent.count)))
+                samples += spoken
+                if any(sample.status is Status.ABORTED for sample in spoken):
+                    return samples
+                answers[agent.name] += [spoken_text(sample, episode.tokenizer) for sample in spoken]
+        if episode.evaluation:
+            return spoken
+        return await self._shared(episode, samples, num_last=len(spoken))
+
+    async def _speak(self, episode: Episode, number: int, prompt: Prompt) -> Sample:
+        agent = self._config.agents[number]
+        budget = episode.sampling.max_new_tokens
+        if agent.max_new_tokens is not None:
+            budget = min(budget, agent.max_new_tokens)
+        trajectory = episode.trajectory(prompt)
+        sampling = replace(episode.sampling, max_new_tokens=budget)
+        trajectory.append_completion(await episode.complete(prompt.token_ids, sampling))
+        trajectory.counts[f"{agent.name}_tokens"] = trajectory.response_length
+        sample = trajectory.finish(metadata={"agent": agent.name})
+        # Below zero, so that it is no group's own index.
+        return replace(sample, credit_key=-1 - (prompt.group_index * len(self._config.agents) + number))
+
+    async def _shared(self, episode: Episode, samples: Sequence[Sample], num_last: int) -> Sequence[Sample]:
+        """Rewards, where any agent's depends on the outcome; else they are left to the run."""
+        shares = {agent.name: agent.outcome_share for agent in self._config.agents}
+        if not any(shares.values()):
+            return samples
+        scored = await episode.score(samples)
+        rewards = [sample.reward for sample in scored[-num_last:] if sample.reward is not None]
+        if not rewards:
+            return scored
+        outcome = float(np.mean(rewards))
+        return [shared(sample, shares[sample.metadata["agent"]], outcome) for sample in scored]
+
+    def _prompt(self, episode: Episode, agent: AgentRole, answers: Mapping[str, Sequence[str]], turn: int) -> Prompt:
+        """The task as it is, or what the agent's template makes of it and of the answers so far."""
+        task = episode.prompt
+        if agent.prompt is None:
+            return task
+        seen: dict[str, Any] = {"prompt": task.text, "metadata": task.metadata, "answers": answers, "round": turn}
+        if task.messages is not None:
+            seen["prompt"] = task.messages[-1].get("content", "")
+        try:
+            text = self._templates[agent.name].render(seen)
+        except TemplateError as error:
+            raise PluginError(
+                f"agents.{agent.name}.prompt on {task.origin}: {error}. It may use prompt, metadata, round, and "
+                f"answers with {', '.join(answers)}."
+            ) from error
+        messages = None
+        if task.messages is not None:
+            messages = [{"role": "user", "content": text}]
+            text = str(episode.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        tokens = np.array(episode.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        if not len(tokens):
+            raise PluginError(f"agents.{agent.name}.prompt on {task.origin}: the text has no tokens.")
+        return replace(task, text=text, token_ids=tokens, messages=messages)
+
+
+def shared(sample: Sample, share: float, outcome: float) -> Sample:
+    """With the weighted mean of its own reward and the outcome's."""
+    if sample.reward is None:
+        return sample
+    return replace(
+        sample,
+        reward=(1 - share) * sample.reward + share * outcome,
+        reward_parts={**sample.reward_parts, "own": sample.reward, "outcome": outcome},
+    )
+
+
+def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What others read of an answer: without special tokens, also such as it spelled out, which would become real ones."""
+    text = str(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))
+    # What is left around one that is taken out may be another one.
+    while found := [special for special in tokenizer.all_special_tokens if special in text]:
+        text = text.replace(found[0], "")
+    return text

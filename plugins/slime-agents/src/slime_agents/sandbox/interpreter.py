@@ -1,0 +1,260 @@
+"""Interpreter: runs Python code, each piece in a fresh process behind the walls of `inside`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+from slime_agents.sandbox.execution import Execution, Outcome
+from slime_agents.sandbox.terms import WALLS, SandboxConfig
+from slime_core.errors import PluginError
+
+INSIDE: Final = Path(__file__).parent / "inside"
+PUBLIC: Final = (
+    "/usr/lib",
+    "/usr/lib64",
+    "/lib",
+    "/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/urandom",
+    "/dev/zero",
+)
+"""What code may read beside its library."""
+START_S: Final = 30.0
+
+
+class Interpreter:
+    """Starts a fork server when it is first needed, another one if that dies, and ends it when nobody holds this object."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._server: ForkServer | None = None
+        self._starting = threading.Lock()
+
+    async def start(self) -> frozenset[str]:
+        """The walls that stand. PluginError if one that is required does not."""
+        return (await asyncio.to_thread(self._running)).walls
+
+    async def run(self, code: str) -> Execution:
+        server = self._server
+        if server is None or server.has_ended:
+            server = await asyncio.to_thread(self._running)
+        return execution_of(await server.ask(code), self._config, server.walls)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.end()
+
+    def _running(self) -> ForkServer:
+        with self._starting:
+            if self._server is None or self._server.has_ended:
+                self._server = started(self._config)
+            return self._server
+
+
+def started(config: SandboxConfig) -> ForkServer:
+    """In bubblewrap where that is installed and may make namespaces, else without."""
+    problem = "bwrap is not installed"
+    if bwrap := shutil.which("bwrap"):
+        try:
+            return required(ForkServer(config, bwrap), config)
+        except OSError as error:
+            problem = f"bwrap failed: {error}"
+    try:
+        return required(ForkServer(config, None), config, problem)
+    except OSError as error:
+        raise PluginError(f"the sandbox's fork server did not start: {error}") from error
+
+
+def required(server: ForkServer, config: SandboxConfig, problem: str = "") -> ForkServer:
+    if missing := [wall for wall in config.require if wall not in server.walls]:
+        server.end()
+        told = "; ".join(f"{wall}: {WALLS[wall]}{', ' + problem if wall == 'bubblewrap' else ''}" for wall in missing)
+        rest = [wall for wall in config.require if wall not in missing]
+        raise PluginError(
+            f"the sandbox lacks a wall on this machine ({told}). Use a machine that has it, or give it up: "
+            f"sandbox.require = {json.dumps(rest)}."
+        )
+    return server
+
+
+class ForkServer:
+    """The process of `inside`, from this side. OSError if it does not start."""
+
+    def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
+        self._folder = tempfile.mkdtemp(prefix="slime-sandbox-")
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, Any]]]] = {}
+        self._lock = threading.Lock()
+        self.has_ended = False
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, once the server has said hello
+        self._process = subprocess.Popen(
+            [*walled(bwrap, self._folder), sys.executable, "-I", "-S", str(INSIDE), settings(config, self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={"LANG": "C.UTF-8"},
+            cwd="/",
+            start_new_session=True,
+        )
+        self.end = weakref.finalize(self, end_process, self._process, self._folder)
+        assert self._process.stdout is not None
+        timer = threading.Timer(START_S, self._process.kill)
+        timer.start()
+        hello = self._process.stdout.readline()
+        timer.cancel()
+        if not hello:
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip()[-500:]
+            self.end()
+            raise OSError(said or f"it ended with {self._process.returncode}")
+        log.close()
+        self.walls = frozenset(json.loads(hello)["walls"]) | ({"bubblewrap"} if bwrap else frozenset())
+        threading.Thread(target=listen, args=(weakref.ref(self), self._process.stdout), daemon=True).start()
+
+    async def ask(self, code: str) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        with self._lock:
+            self._asked[number] = (loop, answer)
+        await self._send({"id": number, "code": code})
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            await self._send({"cancel": number})
+            raise
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        # A pipe takes 64 KiB; a longer text may have to wait for its reader.
+        if len(data) < 4096:
+            self._write(data)
+        else:
+            await asyncio.to_thread(self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def answered(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            asked = self._asked.pop(answer["id"], None)
+        if asked is not None:
+            tell(*asked, answer)
+
+    def lost(self) -> None:
+        """Nothing more comes from it."""
+        with self._lock:
+            self.has_ended = True
+            asked, self._asked = self._asked, {}
+        for loop, answer in asked.values():
+            tell(loop, answer, {"cause": "infra", "told": "the sandbox's fork server died"})
+        self.end()
+
+
+def listen(server: weakref.ref[ForkServer], answers: Any) -> None:
+    """In a thread of its own, which holds the server only while it has news."""
+    for line in answers:
+        if (known := server()) is None:
+            return
+        known.answered(json.loads(line))
+        del known
+    if (known := server()) is not None:
+        known.lost()
+
+
+def tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:
+    def settle() -> None:
+        if not future.done():
+            future.set_result(answer)
+
+    # A loop that has been closed has nobody left who waits.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(settle)
+
+
+def end_process(process: subprocess.Popen[bytes], folder: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def walled(bwrap: str | None, folder: str) -> list[str]:
+    if bwrap is None:
+        return []
+    # Not --die-with-parent: that is the end of the thread that started it. The server ends with its standard input.
+    return [
+        bwrap, "--unshare-all", "--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev",
+        "--proc", "/proc", "--bind", folder, folder, "--chdir", "/",
+    ]  # fmt: skip
+
+
+def settings(config: SandboxConfig, folder: str) -> str:
+    library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("LIBDIR")]
+    packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if config.site_packages else []
+    return json.dumps(
+        {
+            "scratch": folder,
+            "wall_s": config.wall_s,
+            "cpu_s": config.cpu_s,
+            "memory_bytes": config.memory_mb * 2**20,
+            "file_bytes": config.file_kb * 2**10,
+            "output_bytes": config.output_kb * 2**10,
+            "workers": config.workers,
+            "preload": config.preload,
+            "packages": list(dict.fromkeys(packages)),
+            "readable": [path for path in dict.fromkeys([*library, *packages, *PUBLIC]) if path],
+        }
+    )
+
+
+def execution_of(answer: dict[str, Any], config: SandboxConfig, walls: frozenset[str]) -> Execution:
+    outcome, reason = judged(answer, config)
+    return Execution(
+        outcome=outcome,
+        reason=reason,
+        out=answer.get("out", ""),
+        err=answer.get("err", ""),
+        seconds=answer.get("seconds", 0.0),
+        walls=walls,
+    )
+
+
+def judged(answer: dict[str, Any], config: SandboxConfig) -> tuple[Outcome, str]:
+    cause = answer["cause"]
+    if cause == "infra":
+        return Outcome.INFRA, answer["told"]
+    if cause == "wall":
+        return Outcome.TIMEOUT, f"no end within {config.wall_s:g} s"
+    if cause == "output":
+        return Outcome.WRONG, f"more than {config.output_kb} KiB of output"
+    if cause == "files":
+        return Outcome.WRONG, f"more than {config.file_kb} KiB of files"
+    status = answer["status"]
+    if status == 0:
+        return Outcome.OK, ""
+    if status > 0:
+        lines = answer["err"].strip().splitlines()
+        return Outcome.WRONG, lines[-1] if lines else f"exit code {status}"
+    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and answer["cpu_s"] >= config.cpu_s):
+        return Outcome.TIMEOUT, f"more than {config.cpu_s} s of processor time"
+    return Outcome.WRONG, f"killed by {signal.Signals(-status).name}"

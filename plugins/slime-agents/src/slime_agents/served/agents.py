@@ -1,0 +1,118 @@
+"""What an agent is given, and the two forms of an agent: an async function, or a command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+from slime_core.types.prompt import Message
+
+ALWAYS_PASSED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
+MOST_OUTPUT: Final = 65536
+
+
+class AgentFailed(Exception):
+    """The agent raised, ended with an error, or called nobody. It is run again, or counted as failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """One prompt for an agent. The label is not in it: what is rewarded must be found."""
+
+    prompt: str
+    messages: Sequence[Message] | None
+    metadata: Mapping[str, Any]
+    evaluation: bool
+    base_url: str
+    """For OpenAI's client."""
+    anthropic_url: str
+    """For Anthropic's client."""
+    api_key: str
+    model: str = "slime"
+
+
+AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[float | None]]
+"""What it returns is the reward of the whole episode; None leaves that to the run's reward."""
+
+
+class Agent(Protocol):
+    async def run(self, task: AgentTask) -> float | None:
+        """Ends when cancelled. AgentFailed, or whatever a function raises."""
+
+
+class FunctionAgent:
+    def __init__(self, function: AgentFunction) -> None:
+        self._function = function
+
+    async def run(self, task: AgentTask) -> float | None:
+        return await self._function(task)
+
+
+class CommandAgent:
+    """Gets the task as JSON on standard input, and addresses and key in its environment; runs in a folder of its own."""
+
+    def __init__(self, command: Sequence[str], *, environment: Sequence[str], folder: str | None) -> None:
+        self._command = tuple(command)
+        self._environment = tuple(environment)
+        self._folder = folder
+
+    async def run(self, task: AgentTask) -> float | None:
+        with tempfile.TemporaryDirectory(prefix="slime-agent-") as folder:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._variables(task),
+                cwd=self._folder or folder,
+                start_new_session=True,
+            )
+            try:
+                told = json.dumps({"prompt": task.prompt, "messages": task.messages, "metadata": dict(task.metadata)})
+                output, _ = await asyncio.gather(last_of(process.stdout), give(process.stdin, told))
+                code = await process.wait()
+            finally:
+                # Its children too, also where it has ended.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if code:
+            text = output.decode(errors="replace").strip()[-800:]
+            raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {text or 'no output'}")
+        return None
+
+    def _variables(self, task: AgentTask) -> dict[str, str]:
+        passed = {name: os.environ[name] for name in (*ALWAYS_PASSED, *self._environment) if name in os.environ}
+        return {
+            **passed,
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "OPENAI_MODEL": task.model,
+            "ANTHROPIC_BASE_URL": task.anthropic_url,
+            "ANTHROPIC_API_KEY": task.api_key,
+        }
+
+
+async def last_of(stream: asyncio.StreamReader | None) -> bytes:
+    """The end of what it writes, all of which is read."""
+    assert stream is not None
+    kept = b""
+    while data := await stream.read(MOST_OUTPUT):
+        kept = (kept + data)[-MOST_OUTPUT:]
+    return kept
+
+
+async def give(stream: asyncio.StreamWriter | None, text: str) -> None:
+    assert stream is not None
+    # Not every agent reads it.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(text.encode())
+        await stream.drain()
+    stream.close()

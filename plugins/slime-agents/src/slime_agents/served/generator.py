@@ -1,0 +1,103 @@
+"""The generator around an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slime_agents.served.agents import Agent, AgentFailed, AgentTask
+from slime_agents.served.server import AgentServer
+from slime_agents.served.session import Session
+from slime_core.contracts.generator import Episode, Generator
+from slime_core.errors import PluginError
+from slime_core.types.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from slime_agents.plugin import AgentConfig
+
+
+class ServedAgent(Generator):
+    """Runs the agent once for an answer. Its samples share the rollout id, and one reward: what the agent returned, or else
+    what its last sample earns. In an evaluation that one alone is returned."""
+
+    def __init__(self, agent: Agent, config: AgentConfig) -> None:
+        self._agent = agent
+        self._config = config
+        self._server = AgentServer()
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        if not episode.tokenizer.chat_template:
+            raise PluginError(
+                "agents send messages, and the model's tokenizer has no chat template: add chat_template.jinja to its folder"
+            )
+        session = Session(
+            episode,
+            max_calls=self._config.max_calls,
+            fork_threshold=self._config.fork_threshold,
+            template_kwargs=self._config.chat_template_kwargs,
+        )
+        key = await self._server.open(session)
+        try:
+            reward, is_late = await self._run(episode, session, key)
+        finally:
+            self._server.drop(key)
+        if session.failure is not None:
+            raise session.failure
+        samples = session.samples(is_cut=is_late or session.is_used_up)
+        if session.is_aborted:
+            return samples or [episode.trajectory().finish(status=Status.ABORTED)]
+        if not samples:
+            raise AgentFailed(
+                f"the agent has not called the model{f' within {self._config.timeout_s:g} s' if is_late else ''}"
+            )
+        if reward is not None:
+            return [replace(sample, reward=float(reward)) for sample in samples]
+        if episode.evaluation or len(samples) == 1:
+            return samples[-1:]
+        (outcome,) = await episode.score(samples[-1:])
+        rest = [replace(sample, reward=outcome.reward) for sample in samples[:-1]]
+        return [*rest, outcome]
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    async def _run(self, episode: Episode, session: Session, key: str) -> tuple[float | None, bool]:
+        """The reward that it returned, and whether it had to be ended for being late."""
+        prompt = episode.prompt
+        task = AgentTask(
+            prompt=prompt.text,
+            messages=prompt.messages,
+            metadata=prompt.metadata,
+            evaluation=episode.evaluation,
+            base_url=f"{self._server.url}/v1",
+            anthropic_url=self._server.url,
+            api_key=key,
+        )
+        running = asyncio.create_task(self._agent.run(task))
+        ends = [asyncio.create_task(session.ended.wait()), asyncio.create_task(self._stopped(episode, session))]
+        try:
+            await asyncio.wait([running, *ends], timeout=self._config.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if session.ended.is_set():
+                return None, False
+            if not running.done():
+                return None, True
+            error = running.exception()
+            if error is None:
+                return running.result(), False
+            if session.is_used_up and isinstance(error, Exception):
+                # It was told that there are no more answers.
+                return None, False
+            raise error
+        finally:
+            for task_of in (running, *ends):
+                task_of.cancel()
+            with contextlib.suppress(Exception):
+                await asyncio.gather(running, *ends, return_exceptions=True)
+
+    async def _stopped(self, episode: Episode, session: Session) -> None:
+        await episode.stopped()
+        session.is_aborted = True
+        session.ended.set()

@@ -1,0 +1,132 @@
+"""AgentServer: the address that agents are given, on this machine alone. Each episode has a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from slime_agents.served import anthropic_api, openai_api
+from slime_agents.served.dialogue import BadCall
+from slime_agents.served.session import Ended, Session
+
+EVENTS: Final = "text/event-stream"
+# Clients would ask again, and again in vain.
+FINAL: Final = {"x-should-retry": "false"}
+
+
+class InLoop(uvicorn.Server):
+    """One that leaves the process's signals to the run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class AgentServer:
+    """Started by the first episode; ended by `close`."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._starting = asyncio.Lock()
+        self._server: InLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._port = 0
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/messages", self._messages, methods=["POST"]),
+                Route("/v1/models", self._models),
+            ]
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def open(self, session: Session) -> str:
+        """The key under which the session is called from now on."""
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = session
+        return key
+
+    def drop(self, key: str) -> None:
+        del self._sessions[key]
+
+    async def close(self) -> None:
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._task
+            self._server = None
+
+    async def _start(self) -> None:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self._port = listener.getsockname()[1]
+        config = uvicorn.Config(self._app, log_level="warning", lifespan="off", access_log=False)
+        self._server = InLoop(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.002)
+
+    def _session(self, request: Request) -> Session | None:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
+        return self._sessions.get(key)
+
+    async def _models(self, request: Request) -> Response:
+        if self._session(request) is None:
+            return JSONResponse(openai_api.error("no such key", "authentication_error"), 401)
+        model = {"id": openai_api.MODEL, "object": "model", "created": 0, "owned_by": "slime"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        async def answer(session: Session, body: bytes) -> Response:
+            asked = openai_api.ChatRequest.model_validate_json(body)
+            call = asked.call()
+            replies = list(await asyncio.gather(*(session.answer(call) for _ in range(asked.n or 1))))
+            created = int(time.time())
+            if asked.stream:
+                return StreamingResponse(iter(list(openai_api.events(replies, asked, created))), media_type=EVENTS)
+            return JSONResponse(openai_api.chat_completion(replies, asked, session.text_of, created))
+
+        return await self._answered(request, answer, openai_api.error)
+
+    async def _messages(self, request: Request) -> Response:
+        async def answer(session: Session, body: bytes) -> Response:
+            asked = anthropic_api.MessagesRequest.model_validate_json(body)
+            reply = await session.answer(asked.call())
+            if asked.stream:
+                return StreamingResponse(iter(list(anthropic_api.events(reply))), media_type=EVENTS)
+            return JSONResponse(anthropic_api.message(reply))
+
+        return await self._answered(request, answer, anthropic_api.error)
+
+    async def _answered(self, request: Request, answer: Any, error: Callable[[str, str], dict[str, Any]]) -> Response:
+        session = self._session(request)
+        if session is None:
+            return JSONResponse(error("no such key, or its episode has ended", "authentication_error"), 401)
+        try:
+            done: Response = await answer(session, await request.body())
+        except ValidationError as problem:
+            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in problem.errors())
+            return JSONResponse(error(told, "invalid_request_error"), 400)
+        except BadCall as problem:
+            return JSONResponse(error(str(problem), "invalid_request_error"), 400)
+        except Ended as end:
+            return JSONResponse(error(str(end), "episode_ended"), 409, headers=FINAL)
+        return done

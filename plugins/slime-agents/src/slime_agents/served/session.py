@@ -1,0 +1,222 @@
+"""Session: what stands between an agent's calls and the episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_agents.served.conversation import Branch, Conversation
+from slime_agents.served.dialogue import BadCall, Dialogue, Said
+from slime_core.contracts.generator import Episode
+from slime_core.rollout.trajectory import decode
+from slime_core.types.completion import Completion, FinishReason
+from slime_core.types.sample import Sample, Status, VersionSpan
+
+CUT: Final = "length"
+
+
+class Ended(Exception):
+    """There are no more answers: the run has been told to stop, an engine failed, or the calls are used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What both APIs ask for."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    said: Said
+    finish: str
+    """`stop`, `length` or `tool_calls`."""
+    stop_sequence: str | None
+    number: int
+    prompt_tokens: int
+    completion: Completion
+
+
+class Session:
+    """Answers the calls of one agent. Sampling is the run's: what is trained must have been sampled as the trainer assumes."""
+
+    def __init__(
+        self, episode: Episode, *, max_calls: int, fork_threshold: int, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._episode = episode
+        self._max_calls = max_calls
+        self._dialogue = Dialogue(episode.tokenizer, template_kwargs)
+        self.conversation = Conversation(self._encode, fork_threshold=fork_threshold)
+        self._kept = None if episode.kept is None else Kept(episode.kept, frozenset(episode.tokenizer.all_special_ids))
+        self.num_calls = 0
+        self.is_used_up = False
+        self.is_aborted = False
+        self.failure: Exception | None = None
+        self.ended = asyncio.Event()
+        """Set once it makes no sense for the agent to go on."""
+
+    async def answer(self, call: Call) -> Reply:
+        """BadCall if it cannot be answered, Ended if nothing will be."""
+        if self.ended.is_set():
+            raise Ended("this run of the agent has ended")
+        text = self._dialogue.render(call.messages, call.tools)
+        if self.num_calls >= self._max_calls:
+            self.is_used_up = True
+            raise Ended(f"the agent may call {self._max_calls} times (max_calls)")
+        number = self.num_calls
+        self.num_calls += 1
+        branch = self.conversation.place(text)
+        token_ids = branch.token_ids
+        room = self._episode.sampling.max_new_tokens - branch.response_length
+        limit = room if call.max_tokens is None else min(room, call.max_tokens)
+        completion = await self._complete(branch, token_ids, limit, call.stop)
+        raw = decode(self._episode.tokenizer, completion.token_ids)
+        self.conversation.answer(branch, raw, completion)
+        if completion.finish_reason is FinishReason.ABORT:
+            self.is_aborted = True
+            self.ended.set()
+            raise Ended("the run has been told to stop")
+        shown, stop_sequence = self._without_end(completion, call.stop)
+        said = self._dialogue.hear(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
+        finish = CUT if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if said.tool_calls else "stop"
+        return Reply(
+            said=said,
+            finish=finish,
+            stop_sequence=stop_sequence,
+            number=number,
+            prompt_tokens=len(token_ids),
+            completion=completion,
+        )
+
+    async def _complete(
+        self, branch: Branch, token_ids: npt.NDArray[np.int32], limit: int, stop: tuple[str, ...]
+    ) -> Completion:
+        known = self._kept.answer(token_ids) if self._kept is not None else None
+        if known is not None and not known.is_open:
+            return known.completion
+        begun = known.completion if known is not None else None
+        sampling = self._episode.sampling
+        sampling = replace(
+            sampling,
+            max_new_tokens=max(0, limit - (0 if begun is None else len(begun.token_ids))),
+            stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+        )
+        asked = token_ids if begun is None else np.concatenate([token_ids, begun.token_ids])
+        try:
+            completion = await self._episode.complete(asked, sampling)
+        except Exception as error:
+            # Whatever an engine raises is the run's business, not the agent's.
+            self.failure = error
+            self.ended.set()
+            branch.is_waiting = False
+            raise Ended("the engine failed") from error
+        return completion if begun is None else after(begun, completion)
+
+    def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
+        """What the agent reads: without the special tokens at its end; and the stop string that it ends with."""
+        tokens = completion.token_ids.tolist()
+        special = set(self._episode.tokenizer.all_special_ids)
+        while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in special:
+            tokens.pop()
+        text = decode(self._episode.tokenizer, np.array(tokens, np.int32))
+        return text, next((one for one in stop if text.endswith(one)), None)
+
+    def _encode(self, text: str) -> npt.NDArray[np.int32]:
+        try:
+            return np.array(self._episode.tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        except UnicodeEncodeError as error:
+            raise BadCall(f"messages: {error}") from error
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return decode(self._episode.tokenizer, np.array(tokens, np.int32))
+
+    # ---------------------------------------------------------------- afterwards
+
+    def samples(self, *, is_cut: bool) -> list[Sample]:
+        """A sample for each branch with an answer in it, the one that was answered last at the end. `is_cut`: a limit ended
+        the agent."""
+        branches = sorted(self.conversation.branches, key=lambda branch: branch.last_answer)
+        answered = [branch for branch in branches if branch.num_answers]
+        said_something = [any(len(p.token_ids) for p in branch.pieces if p.completion) for branch in answered]
+        if answered and (self.is_aborted or not any(said_something)):
+            said_something[-1] = True
+        samples = [self._sample(b, is_cut) for b, kept in zip(answered, said_something, strict=True) if kept]
+        if samples and self.is_aborted:
+            # Also where the agent was busy with something else.
+            samples[-1] = replace(samples[-1], status=Status.ABORTED)
+        return samples
+
+    def _sample(self, branch: Branch, is_cut: bool) -> Sample:
+        prompt = self._episode.prompt
+        if not np.array_equal(prompt.token_ids, branch.prompt.token_ids):
+            prompt = replace(prompt, text=branch.prompt.text, token_ids=branch.prompt.token_ids, messages=None)
+        trajectory = self._episode.trajectory(prompt)
+        last = max(number for number, piece in enumerate(branch.pieces) if piece.completion is not None)
+        for piece in branch.pieces[1 : last + 1]:
+            if piece.completion is None:
+                trajectory.append_environment(piece.token_ids)
+            else:
+                trajectory.append_completion(piece.completion)
+        trajectory.counts["agent_answers"] = branch.num_answers
+        trajectory.counts["agent_realigned"] = self.conversation.num_realigned
+        if trajectory.status is Status.COMPLETED and is_cut:
+            return trajectory.finish(status=Status.TRUNCATED)
+        return trajectory.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    completion: Completion
+    is_open: bool
+    """It was broken off, and is to be gone on with."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What a partial rollout left: its answers are given again to an agent that asks the same again."""
+
+    sample: Sample
+    ends: frozenset[int]
+    """Tokens that end a turn."""
+
+    def answer(self, token_ids: npt.NDArray[np.int32]) -> Known | None:
+        sample = self.sample
+        start = len(token_ids) - sample.prompt_length
+        if not 0 <= start < sample.response_length or not sample.loss_mask[start]:
+            return None
+        if not np.array_equal(sample.tokens[: len(token_ids)], token_ids):
+            return None
+        others = np.flatnonzero(sample.loss_mask[start:] == 0)
+        end = start + int(others[0]) if len(others) else sample.response_length
+        completion = Completion(
+            request_id="kept",
+            token_ids=sample.response_tokens[start:end],
+            log_probs=sample.rollout_log_probs[start:end],
+            finish_reason=FinishReason.STOP,
+            spans=tuple(
+                VersionSpan(version, max(first, start) - start, min(last, end) - start)
+                for version, first, last in sample.spans
+                if max(first, start) < min(last, end)
+            ),
+        )
+        is_open = end == sample.response_length and int(sample.tokens[-1]) not in self.ends
+        return Known(completion, is_open)
+
+
+def after(begun: Completion, rest: Completion) -> Completion:
+    """One answer of both."""
+    length = len(begun.token_ids)
+    return replace(
+        rest,
+        token_ids=np.concatenate([begun.token_ids, rest.token_ids]),
+        log_probs=np.concatenate([begun.log_probs, rest.log_probs]),
+        spans=(*begun.spans, *(VersionSpan(v, s + length, e + length) for v, s, e in rest.spans)),
+    )

@@ -1,0 +1,386 @@
+"""Agents with the real clients of OpenAI and Anthropic, at a server of slime's."""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+from agents_speaker import Speaker, episode_with
+
+from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
+from slime_agents.served.agents import AgentFailed, FunctionAgent
+from slime_agents.served.generator import ServedAgent
+from slime_core.errors import EngineError, PluginError
+from slime_core.new_model import character_tokenizer
+from slime_core.plugin_file import PluginFile
+from slime_core.types.sample import Status, VersionSpan
+
+# In the form of the Hermes and Qwen families.
+HERMES = (
+    "{% if tools %}<s>tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<e>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<s>user\n<tool_response>\n{{ m.content }}\n</tool_response><e>\n"
+    "{% else %}<s>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}<e>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+CHAT = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", ["<s>", "<e>", "<tool_call>", "</tool_call>"])
+CHAT.eos_token = "<e>"
+CHAT.chat_template = HERMES
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+ASKS = '<tool_call>\n{"arguments":  {"a":1,"b": 2}, "name": "add"}\n</tool_call>'
+
+
+class Chat(Speaker):
+    tokenizer = CHAT
+
+
+def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, **options):
+    """The samples of an agent that is an async function, and the engine that it spoke with."""
+
+    async def scene():
+        engine = Speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
+        generator = ServedAgent(FunctionAgent(function), AgentConfig(**(config or {})))
+        try:
+            return await generator.generate(episode_with(engine, tokenizer=tokenizer, **options)), engine
+        finally:
+            await generator.close()
+
+    return asyncio.run(scene())
+
+
+def client(task, **options):
+    return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0, **options)
+
+
+async def ask(task, *messages, **options):
+    async with client(task) as opened:
+        answer = await opened.chat.completions.create(model="slime", messages=list(messages), **options)
+    return answer.choices[0].message
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def pieces(sample, tokenizer=CHAT):
+    cuts = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
+    parts = zip(np.split(sample.loss_mask, cuts), np.split(sample.response_tokens, cuts), strict=True)
+    return [(int(mask[0]), tokenizer.decode(tokens)) for mask, tokens in parts]
+
+
+def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
+    seen = []
+
+    async def calculator(task):
+        tools = [{"type": "function", "function": ADD}]
+        messages = [{"role": "system", "content": "You add."}, user(task.prompt)]
+        while True:
+            said = await ask(task, *messages, tools=tools)
+            seen.append(said)
+            messages.append(said.model_dump(exclude_none=True))
+            if not said.tool_calls:
+                return
+            for call in said.tool_calls:
+                total = str(sum(json.loads(call.function.arguments).values()))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": total})
+
+    [sample], engine = play(calculator, lambda text: "It is 3." if "<tool_response>" in text else f"I ask.\n{ASKS}")
+    assert seen[0].content == "I ask."
+    assert json.loads(seen[0].tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    # The model's own spelling of the call, blanks and order included, is what it sees again.
+    assert pieces(sample) == [
+        (1, f"I ask.\n{ASKS}<e>"),
+        (0, "\n<s>user\n<tool_response>\n3\n</tool_response><e>\n<s>assistant\n"),
+        (1, "It is 3.<e>"),
+    ]
+    assert sample.status is Status.COMPLETED
+    assert sample.counts == {"agent_answers": 2, "agent_realigned": 0}
+    conversation = [
+        {"role": "system", "content": "You add."}, user("6*7="), {"role": "assistant", "content": f"I ask.\n{ASKS}"},
+        {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": ADD}]
+    # The oracle: transformers, the whole conversation at once, without the newline after its end.
+    whole = CHAT.apply_chat_template(conversation, tools=tools, return_dict=False)
+    assert sample.tokens.tolist() == whole[:-1]
+    first = CHAT.apply_chat_template(conversation[:2], tools=tools, add_generation_prompt=True, return_dict=False)
+    assert engine.requests[0].token_ids.tolist() == first
+    assert not sample.rollout_log_probs[sample.loss_mask == 0].any()
+    assert (sample.rollout_log_probs[sample.loss_mask == 1] < 0).all()
+
+
+def test_branches_share_a_rollout_and_a_reward():
+    async def tree(task):
+        first = await ask(task, user("hi"))
+        begun = [user("hi"), {"role": "assistant", "content": first.content}]
+        await ask(task, *begun, user("one"))
+        await ask(task, *begun, user("two"))
+
+    async def scorer(group):
+        assert len(group.samples) == 1
+        return replace(group, samples=(replace(group.samples[0], reward=0.75),))
+
+    samples, _ = play(tree, lambda text: f"said {text.count('<s>')}", scorer=scorer)
+    assert [pieces(sample)[-1] for sample in samples] == [(1, "said 4<e>"), (1, "said 4<e>")]
+    assert [sample.num_trainable for sample in samples] == [14, 7]
+    assert {sample.rollout_id for sample in samples} == {12}
+    assert [sample.reward for sample in samples] == [0.75, 0.75]
+    assert CHAT.decode(samples[1].prompt.token_ids).endswith("two<e>\n<s>assistant\n")
+    [last], _ = play(tree, lambda text: "x", evaluation=True)
+    assert "two" in last.prompt.text
+    rewarded, _ = play(returning(tree, 0.5), lambda text: "x")
+    assert [sample.reward for sample in rewarded] == [0.5, 0.5]
+
+
+def returning(function, reward):
+    async def both(task):
+        await function(task)
+        return reward
+
+    return both
+
+
+def test_several_answers_at_once_and_streams():
+    read = []
+
+    async def many(task):
+        async with client(task) as opened:
+            answer = await opened.chat.completions.create(
+                model="m", messages=[user("hi")], n=3, logprobs=True, temperature=0.3
+            )
+            read.append([choice.message.content for choice in answer.choices])
+            read.append(answer.choices[0].logprobs.content[0])
+            read.append((answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.choices[0].finish_reason))
+            options = {"stream": True, "tools": [{"type": "function", "function": ADD}]}
+            stream = await opened.chat.completions.create(model="m", messages=[user("go")], **options)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            read.extend(call.function.name for delta in deltas for call in delta.tool_calls or [])
+            read.append([model.id async for model in opened.models.list()])
+        return 1.0
+
+    samples, engine = play(many, lambda text: ASKS if "go" in text else "abc")
+    assert read[0] == ["abc"] * 3
+    assert (read[1].token, read[1].logprob < 0) == ("a", True)
+    assert read[2] == (len("<s>user\nhi<e>\n<s>assistant\n") - 4 - 2, 3 * 4, "stop")
+    assert read[3:] == ["add", ["slime"]]
+    assert len(samples) == 4
+    assert {request.sampling.temperature for request in engine.requests} == {1.0}
+    assert len({request.seed for request in engine.requests}) == 4
+
+
+def test_a_limit_and_a_stop_string_of_the_agents_own():
+    read = []
+
+    async def short(task):
+        async with client(task) as opened:
+            for options in ({"max_tokens": 2}, {"stop": ["lo"]}):
+                answer = await opened.chat.completions.create(model="m", messages=[user("hi")], **options)
+                read.append((answer.choices[0].message.content, answer.choices[0].finish_reason))
+            said = {"role": "assistant", "content": "hel"}
+            await opened.chat.completions.create(model="m", messages=[user("hi"), said, user("on")])
+        return 0.0
+
+    samples, _ = play(short, lambda text: "hello")
+    assert read == [("he", "length"), ("hel", "stop")]
+    assert [pieces(sample) for sample in samples] == [
+        [(1, "he")],
+        [(1, "hello"), (0, "<e>\n<s>user\non<e>\n<s>assistant\n"), (1, "hello<e>")],
+    ]
+
+
+def test_an_agent_of_anthropics_client():
+    read = []
+
+    async def calculator(task):
+        tools = [{"name": "add", "description": "Adds.", "input_schema": ADD["parameters"]}]
+        messages = [user([{"type": "text", "text": task.prompt}])]
+        async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
+            for _ in range(2):
+                said = await opened.messages.create(
+                    model="m", max_tokens=90, system="Add.", messages=messages, tools=tools
+                )
+                read.append((said.stop_reason, [block.type for block in said.content], said.usage.output_tokens))
+                messages.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+                results = [
+                    {"type": "tool_result", "tool_use_id": block.id, "content": str(sum(block.input.values()))}
+                    for block in said.content
+                    if block.type == "tool_use"
+                ]
+                messages.append({"role": "user", "content": results})
+            async with opened.messages.stream(model="m", max_tokens=90, messages=[user("go")], tools=tools) as stream:
+                read.append((await stream.get_final_message()).content[0].input)
+        return 1.0
+
+    samples, engine = play(calculator, lambda text: "It is 3." if "<tool_response>" in text else ASKS)
+    assert read == [
+        ("tool_use", ["tool_use"], len(CHAT.encode(ASKS)) + 1), ("end_turn", ["text"], 9), {"a": 1, "b": 2},
+    ]  # fmt: skip
+    assert pieces(samples[0]) == [
+        (1, f"{ASKS}<e>"),
+        (0, "\n<s>user\n<tool_response>\n3\n</tool_response><e>\n<s>assistant\n"),
+        (1, "It is 3.<e>"),
+    ]
+    assert CHAT.decode(engine.requests[0].token_ids).startswith("<s>tools{")
+    assert "<s>system\nAdd.<e>\n<s>user\n6*7=<e>" in samples[0].prompt.text
+
+
+def test_what_cannot_be_answered_is_told():
+    told = []
+
+    async def wrong(task):
+        image = {"type": "image_url", "image_url": {"url": "http://x"}}
+        for messages, options in (([], {}), ([user([image])], {}), ([user("hi")], {"n": 0})):
+            try:
+                await ask(task, *messages, **options)
+            except openai.BadRequestError as error:
+                told.append(str(error))
+        stranger = openai.AsyncOpenAI(base_url=task.base_url, api_key="sk-guess", max_retries=0)
+        try:
+            await stranger.chat.completions.create(model="m", messages=[user("hi")])
+        except openai.AuthenticationError as error:
+            told.append(str(error))
+        await ask(task, user("hi"))
+
+    [sample], engine = play(wrong, lambda text: "x")
+    for said, wanted in zip(
+        told, ("there are none", "image_url cannot be shown", "n: Input should", "no such key"), strict=True
+    ):
+        assert wanted in said
+    assert len(engine.requests) == 1
+    assert pieces(sample) == [(1, "x<e>")]
+    with pytest.raises(PluginError, match="no chat template"):
+        play(wrong, lambda text: "x", tokenizer=character_tokenizer("ab"))
+
+
+def test_an_agent_that_never_ends():
+    async def for_ever(task):
+        messages = [user("hi")]
+        while True:
+            said = await ask(task, *messages)
+            messages += [{"role": "assistant", "content": said.content}, user("on")]
+
+    [sample], engine = play(for_ever, lambda text: "x", config={"max_calls": 3})
+    assert (sample.status, len(engine.requests)) == (Status.TRUNCATED, 3)
+
+    async def sleeps(task):
+        await ask(task, user("hi"))
+        await asyncio.sleep(600)
+
+    [sample], _ = play(sleeps, lambda text: "x", config={"timeout_s": 1.5})
+    assert (sample.status, sample.response) == (Status.TRUNCATED, "x<e>")
+
+
+def test_an_agent_that_fails():
+    async def raises(task):
+        await ask(task, user("hi"))
+        raise KeyError("its own fault")
+
+    with pytest.raises(KeyError, match="its own fault"):
+        play(raises, lambda text: "x")
+
+    async def idle(task):
+        return None
+
+    with pytest.raises(AgentFailed, match="has not called the model"):
+        play(idle, lambda text: "x")
+
+    async def once(task):
+        await ask(task, user("hi"))
+
+    with pytest.raises(EngineError, match="died"):
+        play(once, lambda text: "x", fails=EngineError("it died"))
+
+
+def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
+    stop = asyncio.Event()
+
+    async def busy(task):
+        await ask(task, user("hi"))
+        stop.set()
+        await asyncio.sleep(600)
+
+    samples, _ = play(busy, lambda text: "x", stop=stop)
+    # What it has is kept for later, though the model is not in the middle of a word.
+    assert [(sample.status, sample.response) for sample in samples] == [(Status.ABORTED, "x<e>")]
+
+
+def test_a_partial_rollout_is_told_again_and_gone_on_with():
+    async def two(task):
+        first = await ask(task, user("hi"))
+        await ask(task, user("hi"), {"role": "assistant", "content": first.content}, user("on"))
+
+    [whole], _ = play(two, lambda text: "second" if "on<e>" in text else "first")
+    for length in (3, len("first") + 1, whole.response_length - 4):
+        kept = replace(
+            whole,
+            tokens=whole.tokens[: whole.prompt_length + length],
+            loss_mask=whole.loss_mask[:length],
+            rollout_log_probs=whole.rollout_log_probs[:length] - 1,
+            spans=(VersionSpan(1, 0, min(length, 6)),),
+            status=Status.ABORTED,
+        )
+        [sample], engine = play(two, lambda text, n=length: tail(text), kept=kept)
+        assert np.array_equal(sample.tokens, whole.tokens), length
+        trained = kept.loss_mask == 1
+        np.testing.assert_array_equal(sample.rollout_log_probs[:length][trained], kept.rollout_log_probs[trained])
+        assert sample.spans[0].version == 1
+        assert sum(len(c.token_ids) for c in engine.completions) == int(whole.loss_mask[length:].sum())
+
+
+def tail(text):
+    """What is missing of the answer that a text ends with."""
+    begun = text.rpartition("<s>assistant\n")[2]
+    if begun.endswith("<e>"):
+        return ""
+    return ("second" if "on<e>" in text else "first").removeprefix(begun)
+
+
+def test_a_command_is_an_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "s")
+    monkeypatch.setenv("PASSED", "p")
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "task = json.load(sys.stdin)\n"
+        "assert 'SECRET' not in os.environ and os.environ['PASSED'] == 'p' and 'label' not in task\n"
+        "print('x' * 10**6)\n"
+        "if task['metadata']['from'] == 'nowhere': sys.exit('no way')\n"
+        "import openai\n"
+        "answer = openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': task['prompt']}])\n"
+        "assert answer.choices[0].message.content == '42'\n"
+    )
+
+    def run(**options):
+        async def scene():
+            generator = OpenaiAgent.build(CommandConfig(command=(sys.executable, str(script)), environment=("PASSED",)))
+            engine = Speaker(lambda text: "42", tokenizer=CHAT)
+            try:
+                return await generator.generate(episode_with(engine, tokenizer=CHAT, **options))
+            finally:
+                await generator.close()
+
+        return asyncio.run(scene())
+
+    [sample] = run()
+    assert pieces(sample) == [(1, "42<e>")]
+    with pytest.raises(AgentFailed, match=r"(?s)exit code 1: .*no way"):
+        run(metadata={"from": "nowhere"})
+
+
+def test_a_function_in_a_plugin_file_is_a_generator(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from slime_agents.plugin import agent\n\n@agent('mine')\nasync def mine(task):\n    'What it does.'\n    return 1.0\n"
+    )
+    [(entry, driver)] = PluginFile.read(file).load().items()
+    assert (entry.group, entry.name) == ("slime.generators", "mine")
+    assert driver.__doc__ == "What it does."
+    assert isinstance(driver.build(driver.Config(max_calls=2)), ServedAgent)

@@ -1,0 +1,1 @@
+"""Multi-turn search: a generator, its reward, and the retrieval server that it asks."""

@@ -1,0 +1,92 @@
+"""Where the retrieval server is: given, or a process of the run's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Final
+
+from slime_core.errors import PluginError
+from slime_search_r1.searches import Address
+
+START_LIMIT_S: Final = 1800.0
+"""For reading and indexing the corpus."""
+END_LIMIT_S: Final = 5.0
+
+
+class GivenServer:
+    """Somebody else started it."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._address = Address(url, token)
+
+    async def address(self) -> Address:
+        return self._address
+
+    async def close(self) -> None: ...
+
+
+class OwnServer:
+    """Started when it is first asked, on a free port of the loopback, with a token that only this process knows; started
+    again if it has died; ended with the run. It ends by itself when this process does."""
+
+    def __init__(self, corpus: Path) -> None:
+        self._corpus = corpus
+        self._process: asyncio.subprocess.Process | None = None
+        self._address: Address | None = None
+        self._starting = asyncio.Lock()
+
+    async def address(self) -> Address:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                self._address = await self._start()
+            assert self._address is not None
+            return self._address
+
+    async def close(self) -> None:
+        if self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), END_LIMIT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> Address:
+        """PluginError if it does not come up."""
+        token = secrets.token_urlsafe(32)
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "slime_search_r1.server.child", str(self._corpus)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C is for the run, which ends it when nobody asks any more.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = b""
+        # It may be gone before it reads; then it has said why.
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(token.encode() + b"\n")
+            await process.stdin.drain()
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            process.kill()
+            raise PluginError(
+                f"generate.corpus = {self._corpus}: no index after {START_LIMIT_S:g} s. Start `slime-retrieval serve` "
+                "beforehand, and give its address: generate.search_url."
+            ) from None
+        told = json.loads(line) if line else {"error": "its retrieval server ended without a word; see above"}
+        if "error" in told:
+            await process.wait()
+            raise PluginError(f"generate.corpus: {told['error']}")
+        return Address(f"http://127.0.0.1:{told['port']}", token)

@@ -1,0 +1,1 @@
+"""The retrieval server: BM25 over a corpus, behind one HTTP route."""

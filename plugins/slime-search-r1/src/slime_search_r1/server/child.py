@@ -1,0 +1,38 @@
+"""The server as a run starts it: the token comes as the first line of stdin, the port goes out as a line of JSON on
+stdout, and the end of stdin, which is also that of the run's process, ends it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from slime_core.errors import SlimeError
+from slime_search_r1.server.app import create_app
+from slime_search_r1.server.corpus import read_corpus
+from slime_search_r1.server.index import Index
+from slime_search_r1.server.serve import listen, server_of
+
+
+def main() -> None:
+    token = sys.stdin.readline().strip()
+    try:
+        index = Index(read_corpus(Path(sys.argv[1])))
+        listener = listen("127.0.0.1", 0)
+    except SlimeError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(error.exit_code)
+    server = server_of(create_app(index, token))
+
+    def end_with_the_run() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end_with_the_run, daemon=True).start()
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

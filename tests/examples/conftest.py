@@ -1,0 +1,64 @@
+"""The examples in short form, in a copy: what they make stays out of the sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "examples"
+SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
+
+Metrics = list[dict[str, Any]]
+RunExample = Callable[..., "Ran"]
+
+
+class Ran:
+    """A run that has ended well."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        summary = json.loads((folder / "summary.json").read_text())
+        self.before: dict[str, float] = summary["eval"]["before"]
+        self.after: dict[str, float] = summary["eval"]["after"]
+
+    def metrics(self, axis: str) -> Metrics:
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line["metrics"] for line in lines if line["axis"] == axis]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.examples)
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All examples, so that those of one task share what is made for it."""
+    return shutil.copytree(
+        SOURCES, tmp_path_factory.mktemp("copy") / "examples", ignore=shutil.ignore_patterns("generated", "__pycache__")
+    )
+
+
+@pytest.fixture(scope="session")
+def run_example(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> RunExample:
+    """`run_example("name", *flags)`: as its README runs it, with flags that make it short."""
+
+    def run(name: str, *flags: str) -> Ran:
+        runs = tmp_path_factory.mktemp("runs")
+        command = [*SLIME, "run", str(examples / name / "run.toml"), "--runs-dir", str(runs), *flags]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr}"
+        (folder,) = runs.iterdir()
+        return Ran(folder)
+
+    return run

@@ -1,0 +1,59 @@
+"""Examples over the arithmetic task: what each README says, in short form."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conftest import RunExample
+
+SHORT = ("--num-rollout", "10", "--lr-warmup-iters", "8")
+
+
+def test_fully_async(run_example: RunExample) -> None:
+    ran = run_example("fully_async", *SHORT)
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+    staleness = [step["rollout/staleness/max"] for step in ran.metrics("rollout/step")]
+    assert 2 <= max(staleness) <= 4
+
+
+def test_partial_rollout(run_example: RunExample) -> None:
+    ran = run_example("partial_rollout", *SHORT)
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+    steps = ran.metrics("rollout/step")
+    assert max(step["rollout/staleness/max"] for step in steps) in (1, 2)
+
+
+def test_eval_multi_task(run_example: RunExample) -> None:
+    ran = run_example("eval_multi_task", *SHORT)
+    assert set(ran.after) == {"greedy", "eight", "short", "carries", "last_number"}
+    last = ran.metrics("eval/step")[-1]
+    passed = [last[f"eval/eight-pass@{k}"] for k in (1, 2, 4, 8)]
+    assert passed == sorted(passed)
+    assert passed[-1] > passed[0] + 0.1
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+    assert ran.after["short"] < 0.05
+    assert ran.after["carries"] < 0.1
+
+
+def test_reproducibility(examples: Path) -> None:
+    compare = [sys.executable, str(examples / "reproducibility" / "compare.py")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*compare, "--num-rollout", "6"], env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "metrics but times              the same" in ended.stdout
+
+
+def test_sft(run_example: RunExample) -> None:
+    ran = run_example("sft")
+    assert ran.before["sampled"] == 0.0
+    assert ran.after["sampled"] > 0.1
+
+
+def test_distill(run_example: RunExample) -> None:
+    ran = run_example("distill", *SHORT)
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
