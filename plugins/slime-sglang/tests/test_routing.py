@@ -8,7 +8,7 @@ import pytest
 from engine_setup import setup_for
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
-from slime_sglang import launching, router
+from slime_sglang import launching
 from slime_sglang.plugin import Sglang
 
 pytestmark = pytest.mark.sglang
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.sglang
 def engine(tiny, tmp_path, monkeypatch):
     """`engine(**options)`: not started, with three servers behind a router."""
     monkeypatch.setattr(launching, "MODULE", "fake_sglang")
-    monkeypatch.setattr(router, "READY_S", 40.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
     def build(**options):

@@ -98,7 +98,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
     if deterministic:
         options["enable_deterministic_inference"] = True
-    if setup.offload:
+    if setup.offload and not on_cpu:
         options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
