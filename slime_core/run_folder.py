@@ -40,6 +40,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.jsonl"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -18,7 +18,7 @@ from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.engine import EngineSetup
 from slime_core.contracts.tracker import RunInfo
-from slime_core.errors import CheckpointError, SlimeError
+from slime_core.errors import CheckpointError, ConfigError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
@@ -32,9 +32,11 @@ from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
+from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
 from slime_core.types.batch import Batch, TokenColumns
@@ -50,6 +52,8 @@ class StartOptions:
     fresh: bool = False
     resume: Path | None = None
     ckpt_step: int | None = None
+    replay: Path | None = None
+    """The schedule of another run, to be repeated."""
 
 
 @contextlib.asynccontextmanager
@@ -67,6 +71,7 @@ async def start(
             f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
             f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
         )
+    recorded = None if options.replay is None else read_schedule(options.replay, manifest.fingerprint)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
@@ -97,6 +102,14 @@ async def start(
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
+        if run.collector.driver.across_steps:
+            session.schedule = ScheduleFile(
+                folder.schedule, manifest.fingerprint, resumed_at=None if found is None else state.rollout_id
+            )
+        if recorded is not None:
+            if found is not None:
+                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say --fresh or another --name.")
+            await follow(session, recorded)
         hooks.run_start(
             RunStart(
                 run=event,
@@ -214,6 +227,17 @@ def supervise(session: Session, client: EngineClient, launcher: Launcher) -> Eng
         rollout_id=lambda: session.state.rollout_id,
         counts=session.faults,
     )
+
+
+async def follow(session: Session, recorded: RecordedSchedule) -> None:
+    """Makes engines and collector do as they did then."""
+    assert session.client is not None, "a schedule with the run's fingerprint is of a run with engines"
+    for index, events in recorded.engines.items():
+        engine = session.client.engine(index)
+        assert engine is not None
+        await engine.call("follow", events)
+    session.client.assign(recorded.engine_of)
+    session.record = PoolRecord(recorded.pool)
 
 
 async def restore(session: Session, checkpoint: Path) -> None:

@@ -23,7 +23,6 @@ from slime_core.config.run import RunConfig
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError, near_matches
 
-
 ALIASES: Final = {"async-buffer-size": "ahead"}
 """Names that others have for a flag."""
 

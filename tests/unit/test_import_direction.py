@@ -24,6 +24,7 @@ LEVELS = [
         "onednn",
         "event_log",
         "run_folder",
+        "schedule",
         "tracking",
     },
     {"loop", "evaluate", "plan"} | {"learner", "materials", "roles", "session", "startup", "summary"},
