@@ -92,6 +92,7 @@ class Schedule:
         complete, oldest first. The run goes on from there as one that is resumed does."""
         if not self.pooled:
             return await self.drained()
+        await self._session.record.settled()
         for ahead in self._started:
             if ahead.task.done():
                 ahead.task.result()

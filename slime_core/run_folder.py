@@ -44,6 +44,10 @@ class RunFolder:
         return self.path / "traces.jsonl"
 
     @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.jsonl"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

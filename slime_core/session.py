@@ -42,11 +42,13 @@ from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
+from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.replay import dump_file
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder
+from slime_core.schedule import ScheduleFile
 from slime_core.types.report import EvalReport, PublishReport, TrainReport
 from slime_core.types.sample import SampleGroup
 
@@ -89,6 +91,9 @@ class Session:
     trackers: Sequence[Tracker]
     hooks: Hooks
     state: RunState
+    schedule: ScheduleFile | None = None
+    """Where what decided the bits is written down; None: time decides nothing."""
+    record: PoolRecord = field(default_factory=PoolRecord)
     kept_ahead: list[list[SampleGroup]]
     """Groups of steps beyond the state's that its checkpoint holds."""
     saved_rollout_id: int
@@ -135,6 +140,7 @@ class Session:
             counts=counts,
             version=version + step - self.state.rollout_id,
             max_staleness=self.run.max_staleness,
+            record=self.record,
         )
         # Of recorded train data the learner takes its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
@@ -268,9 +274,11 @@ class Session:
                 await engine.each("resume")
                 return await admit(version)
 
-    async def save(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
-        """A checkpoint of the state as it is, with the groups of steps that were collected ahead."""
+    async def save(self, ahead: Sequence[Sequence[SampleGroup]], *, broken: str | None = None) -> None:
+        """A checkpoint of the state as it is, with the groups of steps that were collected ahead. `broken`: why what led to
+        it cannot be repeated."""
         began = time.perf_counter()
+        await self._write_schedule(broken)
         state = replace(self.state, seconds=self.state.seconds + began - self.started)
 
         async def write(folder: Path) -> None:
@@ -296,10 +304,23 @@ class Session:
             )
         )
 
+    async def _write_schedule(self, broken: str | None) -> None:
+        if self.schedule is None:
+            return
+        if self.client is not None and self.client.num_lost:
+            broken = "an engine was lost"
+        # Engines may be what ended the run.
+        asked = self.client is not None and broken is None
+        engines = await self.client.ask("recorded") if self.client is not None and asked else {}
+        heard, self.record.heard = self.record.heard, []
+        self.schedule.checkpoint(self.state.rollout_id, engines, heard, broken=broken)
+
     async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
         """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
         if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
-            await self.save(ahead)
+            await self.save(
+                ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
+            )
 
     async def evaluate(self, step: int) -> None:
         """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first. On the

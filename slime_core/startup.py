@@ -22,7 +22,7 @@ from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
 from slime_core.engines import build_middlewares, start_engines
-from slime_core.errors import CheckpointError, RewardError, SlimeError
+from slime_core.errors import CheckpointError, ConfigError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
@@ -39,12 +39,14 @@ from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
+from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
 from slime_core.types.batch import Batch, TokenColumns
@@ -59,6 +61,8 @@ class StartOptions:
     fresh: bool = False
     resume: Path | None = None
     ckpt_step: int | None = None
+    replay: Path | None = None
+    """The schedule of another run, to be repeated."""
 
 
 @contextlib.asynccontextmanager
@@ -76,6 +80,7 @@ async def start(
             f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
             f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
         )
+    recorded = None if options.replay is None else read_schedule(options.replay, manifest.fingerprint)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
@@ -106,6 +111,14 @@ async def start(
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
+        if run.collector.driver.across_steps:
+            session.schedule = ScheduleFile(
+                folder.schedule, manifest.fingerprint, resumed_at=None if found is None else state.rollout_id
+            )
+        if recorded is not None:
+            if found is not None:
+                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say --fresh or another --name.")
+            await follow(session, recorded)
         hooks.run_start(
             RunStart(
                 run=event,
@@ -270,6 +283,17 @@ def supervise(session: Session, client: EngineClient, launcher: Launcher) -> Eng
         rollout_id=lambda: session.state.rollout_id,
         counts=session.faults,
     )
+
+
+async def follow(session: Session, recorded: RecordedSchedule) -> None:
+    """Makes engines and collector do as they did then."""
+    assert session.client is not None, "a schedule with the run's fingerprint is of a run with engines"
+    for index, events in recorded.engines.items():
+        engine = session.client.engine(index)
+        assert engine is not None
+        await engine.call("follow", events)
+    session.client.assign(recorded.engine_of)
+    session.record = PoolRecord(recorded.pool)
 
 
 async def restore(session: Session, checkpoint: Path) -> None:

@@ -29,7 +29,10 @@ def run_words(words: Sequence[str]) -> None:
 
 def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     typed = take_apart(
-        words, switches=("dry-run", "fresh", "debug", "quiet"), options=("resume", "ckpt-step"), command="run"
+        words,
+        switches=("dry-run", "fresh", "debug", "quiet"),
+        options=("resume", "ckpt-step", "replay-schedule"),
+        command="run",
     )
     step = typed.own.get("ckpt-step")
     if step is not None and not str(step).isdigit():
@@ -46,11 +49,12 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
         return
     from slime_core.startup import StartOptions
 
-    resume = typed.own.get("resume")
+    resume, replay = typed.own.get("resume"), typed.own.get("replay-schedule")
     options = StartOptions(
         fresh=bool(typed.own.get("fresh")),
         resume=None if resume is None else Path(str(resume)),
         ckpt_step=None if step is None else int(str(step)),
+        replay=None if replay is None else Path(str(replay)),
     )
     asyncio.run(train(run, materials, options, early, quiet=bool(typed.own.get("quiet"))))
 

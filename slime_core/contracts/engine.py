@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from slime_core.contracts.driver import Driver
+from slime_core.errors import EngineRefused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from slime_core.contracts.transport import EngineEndpoint
     from slime_core.types.completion import Completion, GenerateRequest
+    from slime_core.types.schedule import EngineEvent
     from slime_core.types.weights import Bucket
 
 
@@ -41,6 +43,8 @@ class Capability(StrEnum):
     SLEEP = "sleep"
     SCORES = "scores"
     """Gives the log-probs of tokens that it is given, as a teacher does."""
+    REPLAY = "replay"
+    """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
 
 
 class Memory(StrEnum):
@@ -146,6 +150,15 @@ class RolloutEngine(ABC):
         engine's version and cached prefixes of older ones are dropped, or EngineError says what the engine holds
         instead."""
         raise NotImplementedError
+
+    async def recorded(self) -> Sequence[EngineEvent]:
+        """What came to it since the last call; nothing of an engine without REPLAY."""
+        return ()
+
+    async def follow(self, events: Sequence[EngineEvent]) -> None:
+        """From now on what comes is let in when it came then, so that every batch is the same; a pause alone holds nothing.
+        After the last event everything is let in at once again."""
+        raise EngineRefused("this engine cannot repeat a recorded schedule")
 
     @abstractmethod
     async def checksum(self) -> str:

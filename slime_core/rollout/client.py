@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -52,6 +52,9 @@ class EngineClient:
         self._on_loss: OnLoss | None = None
         self._failure: Exception | None = None
         self._losses: Counter[str] = Counter()
+        self._assigned: dict[str, deque[int]] = {}
+        self.num_lost = 0
+        """Engines that were taken out of service so far."""
         self._held: set[str] = set()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -142,6 +145,10 @@ class EngineClient:
         if running and self._failure is None:
             await self.each("abort", running)
 
+    def assign(self, engines: Mapping[str, Sequence[int]]) -> None:
+        """Which engine gets a request of this id, each time that it is made; others go as ever."""
+        self._assigned = {name: deque(indices) for name, indices in engines.items()}
+
     # ---------------------------------------------------------------- engines that come and go
 
     def watch(self, on_loss: OnLoss | None) -> None:
@@ -168,6 +175,7 @@ class EngineClient:
         if not seat.serves:
             return
         assert self._on_loss is not None
+        self.num_lost += 1
         again = [request for request in seat.vacate() if self._survives(request, index, error)]
         self._waiting.extendleft(reversed(again))
         if again:
@@ -301,6 +309,12 @@ class EngineClient:
     def _free_seat(self, request: GenerateRequest) -> Seat | None:
         """Where a middleware wants it, unless nothing serves there; else engines in turn, so that where a request goes does
         not depend on how fast others are answered."""
+        if places := self._assigned.get(request.request_id):
+            seat = self._seats[places[0]]
+            if seat.has_room:
+                places.popleft()
+                return seat
+            return None
         if request.engines and request.engines is not self._every:
             wanted = [seat for seat in map(self._seats.__getitem__, request.engines) if seat.serves]
             if wanted:

@@ -54,6 +54,8 @@ class RunningGroup:
     """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
     generated: list[Sample] = field(default_factory=list)
     """All its samples as soon as there are all; their rewards may not be there yet."""
+    all_generated: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set then."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -100,6 +102,7 @@ class GroupRunner:
         episodes: list[EngineEpisode] = []
         stop = asyncio.Event()
         generated: list[Sample] = []
+        all_generated = asyncio.Event()
         by_index: dict[int, list[Sample]] = {}
         for sample in kept:
             by_index.setdefault(sample.index, []).append(sample)
@@ -108,7 +111,8 @@ class GroupRunner:
             episodes=episodes,
             stop=stop,
             generated=generated,
-            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, by_index)),
+            all_generated=all_generated,
+            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, all_generated, by_index)),
         )
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
@@ -124,6 +128,7 @@ class GroupRunner:
         episodes: list[EngineEpisode],
         stop: asyncio.Event,
         generated: list[Sample],
+        all_generated: asyncio.Event,
         kept: Mapping[int, list[Sample]],
     ) -> SampleGroup:
         answers = []
@@ -139,6 +144,7 @@ class GroupRunner:
                 answer.cancel()
             raise
         generated += samples
+        all_generated.set()
         group = SampleGroup(prompt=prompt, samples=tuple(samples))
         if stop.is_set():
             # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from slime_core.contracts.collector import Collector
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
 from slime_core.rollout.judging import check_limit, data_ended, goes_back, marked, verdict
+from slime_core.rollout.recorded import News, NewsKind, PoolRecord
 from slime_core.rollout.staleness import is_stale, mask_stale
 from slime_core.types.sample import SampleGroup
 
@@ -68,15 +69,16 @@ class GroupPool(Collector):
         self._turns = asyncio.Lock()
         self._running: dict[asyncio.Task[SampleGroup], Member] = {}
         self._ready: deque[Finished] = deque()
-        self._news: asyncio.Queue[asyncio.Task[SampleGroup] | None] = asyncio.Queue()
-        """Groups that have ended; None: another step is wanted."""
+        self._news: asyncio.Queue[asyncio.Task[SampleGroup] | Order] = asyncio.Queue()
+        """Groups that have ended, and steps that are wanted."""
+        self._early: list[asyncio.Task[SampleGroup] | Order] = []
+        """News that in a replay are not due yet."""
         self._last: Order | None = None
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         order = self._last = Order(step, context)
         in_flight = context.config.in_flight
-        self._orders.append(order)
-        self._news.put_nowait(None)
+        self._news.put_nowait(order)
         try:
             async with self._turns:
                 groups = await self._fill(order)
@@ -85,7 +87,7 @@ class GroupPool(Collector):
                 await self.give_back(patient=False)
             raise
         finally:
-            self._orders.remove(order)
+            self._orders = [other for other in self._orders if other is not order]
         if not in_flight:
             await self.give_back(patient=True)
         groups.sort(key=lambda group: group.samples[0].index)
@@ -98,7 +100,7 @@ class GroupPool(Collector):
             return
         order, members = self._last, list(self._running.values())
         items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
-        before = {member for member in members if member.running.task.done()}
+        before = await self._ended(order.context.record, members)
         try:
             await self._break_off(order.context, [member for member in members if member not in before], patient)
         finally:
@@ -110,6 +112,7 @@ class GroupPool(Collector):
             self._running.clear()
             self._ready.clear()
             self._news = asyncio.Queue()
+            self._early = []
 
     # ---------------------------------------------------------------- filling a step
 
@@ -118,17 +121,39 @@ class GroupPool(Collector):
         waiting, self._ready = self._ready, deque()
         for finished in waiting:
             self._accept(order, finished)
+        while order not in self._orders:
+            await self._go_on(order)
         while len(self._ready) < order.size:
             self._admit(order)
-            ended = await self._news.get()
-            if ended is not None:
-                self._judge(order, ended)
+            await self._go_on(order)
         return [self._ready.popleft().group for _ in range(order.size)]
+
+    async def _go_on(self, order: Order) -> None:
+        news = await self._hear(order.context.record)
+        if isinstance(news, Order):
+            self._orders.append(news)
+        else:
+            self._judge(order, news)
+
+    async def _hear(self, record: PoolRecord) -> asyncio.Task[SampleGroup] | Order:
+        """The next news; in a replay, those that were the next then."""
+        while True:
+            due = [news for news in self._early if record.expected in (None, self._news_of(news))]
+            if due:
+                self._early.remove(due[0])
+                record.note(self._news_of(due[0]))
+                return due[0]
+            self._early.append(await self._news.get())
+
+    def _news_of(self, news: asyncio.Task[SampleGroup] | Order) -> News:
+        if isinstance(news, Order):
+            return News(NewsKind.STEP, news.step)
+        return News(NewsKind.GROUP, self._running[news].item.prompt.group_index)
 
     def _admit(self, order: Order) -> None:
         """Starts as many groups as the steps under way, and over-sampling, leave room for."""
         config = order.context.config
-        while (room := self._room(config.wave - config.rollout_batch_size)) > 0:
+        while self._orders and (room := self._room(config.wave - config.rollout_batch_size)) > 0:
             items = order.context.buffer.get_samples(room)
             if not items:
                 if not self._running:
@@ -187,6 +212,20 @@ class GroupPool(Collector):
 
     # ---------------------------------------------------------------- breaking off
 
+    async def _ended(self, record: PoolRecord, members: Sequence[Member]) -> set[Member]:
+        """Those that ended by themselves; in a replay, those that had done so, and they are waited for."""
+        expected = record.expected
+        if expected is None or expected.kind is not NewsKind.GIVE_BACK:
+            ended = {member for member in members if member.running.task.done()}
+            generated = {member for member in members if member not in ended and member.running.generated}
+        else:
+            ended = {member for member in members if member.item.prompt.group_index in expected.ended}
+            generated = {member for member in members if member.item.prompt.group_index in expected.generated}
+            await asyncio.gather(*(member.running.all_generated.wait() for member in generated))
+            await asyncio.gather(*(member.running.task for member in ended), return_exceptions=True)
+        record.note(News(NewsKind.GIVE_BACK, ended=indices(ended), generated=indices(generated)))
+        return ended
+
     async def _break_off(self, context: RolloutContext, members: Sequence[Member], patient: bool) -> None:
         """Ends their requests. Returns when their tasks have ended or wait for nothing but rewards; not `patient`: soon."""
         groups = [member.running for member in members if not member.running.generated]
@@ -224,3 +263,7 @@ class GroupPool(Collector):
         order.context.counts["rollout/surplus_groups"] += 1
         keeps = order.context.max_staleness > 0
         return item.as_surplus(order.step, group) if keeps else item.as_returned(order.step)
+
+
+def indices(members: Iterable[Member]) -> tuple[int, ...]:
+    return tuple(sorted(member.item.prompt.group_index for member in members))

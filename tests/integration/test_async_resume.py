@@ -1,4 +1,5 @@
-"""An asynchronous run with partial rollouts that is killed with SIGKILL: no prompt is lost and none is trained twice."""
+"""An asynchronous run with partial rollouts that is killed with SIGKILL: no prompt is lost and none is trained twice. Its
+recorded schedule repeats it to the bit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.faults
 STEPS, GROUPS, SAMPLES, STALENESS = 8, 2, 2, 6
 WORDS = (
     "--ahead", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
-    "--rollout-max-response-len", "24", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts",
+    "--rollout-max-response-len", "24", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
 )  # fmt: skip
 KILLED_AFTER = (5,)
 """Steps in the record; then a while that the draw decides."""
@@ -74,6 +75,21 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun) -> None:
     assert not waiting & set(trained)
     drawn = state["source"]["next_group_index"]
     assert set(trained) | waiting == set(range(drawn)), "a prompt is lost"
+
+    ended = tiny.run(*WORDS, "--replay-schedule", str(run / "schedule.jsonl"))
+    assert (ended.code, ended.err) == (0, ""), ended.err
+    again = tiny.runs / "tiny-2"
+    assert figures(tiny, "tiny-2") == figures(tiny, "tiny")
+    assert (again / "hf/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
+
+
+def figures(tiny: TinyRun, run: str) -> list[dict[str, Any]]:
+    """What was logged, without times."""
+    lines = tiny.metrics(run)
+    for line in lines:
+        del line["attempt"]
+        line["metrics"] = {name: value for name, value in line["metrics"].items() if not name.startswith("perf/")}
+    return lines
 
 
 def require_covered(row: dict[str, Any], step: int) -> None:

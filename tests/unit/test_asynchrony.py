@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.tracker import Tracker
-from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
+from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted
 from slime_core.loop import Schedule, run_loop
+from slime_core.rollout.recorded import News, NewsKind, PoolRecord
+from slime_core.schedule import ScheduleFile, read_schedule
 from slime_core.session import Session
 from slime_core.testing.fast_clock import run_fast
 from slime_core.testing.scripted_engine import EngineInLoop
 from slime_core.testing.simulated_run import Simulation
 from slime_core.testing.timed_engine import TimedEngine
+from slime_core.types.schedule import EngineEvent, EventKind
 
 SAMPLES = 2
 LONG = 3
@@ -456,6 +460,52 @@ def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: st
     require_whole(simulation)
     drawn = session.buffer.source.state()["next"]
     assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
+
+
+@pytest.mark.parametrize("mode", ["fully asynchronous", "partial", "asynchronous and partial"])
+def test_a_recorded_order_is_kept_to_however_long_things_take(tmp_path: Path, mode: str) -> None:
+    def batches(name: str, script: Sequence[News], **changes: Any) -> tuple[list[list[int]], list[News]]:
+        simulation = simulate(
+            tmp_path / name, steps=9, save_interval=3, rollout=MODES[mode] | {"max_staleness": 99}, **changes
+        )
+        session = simulation.session()
+        session.record = PoolRecord(script)
+        run_fast(run_loop(session))
+        return [[g.group_index for g in groups] for _, groups in simulation.trained], session.record.heard
+
+    slower = {"train_s": 33.0, "publish_s": 2.0}
+    trained, heard = batches("recorded", [])
+    repeated, again = batches("repeated", heard, **slower)
+    assert repeated == trained
+    assert again == heard
+    if mode != "partial":
+        assert batches("free", [], **slower)[0] != trained
+
+
+def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    first, second = EngineEvent(0, EventKind.SUBMIT, ("a", "b")), EngineEvent(7, EventKind.VERSION, version=1)
+    schedule = ScheduleFile(path, "of this run", resumed_at=None)
+    schedule.checkpoint(2, {0: [first]}, [News(NewsKind.STEP, 0), News(NewsKind.GIVE_BACK, ended=(3,))])
+    schedule.checkpoint(4, {0: [second]}, [])
+    # Killed, and the checkpoint of step 4 was not complete.
+    schedule = ScheduleFile(path, "of this run", resumed_at=2)
+    schedule.checkpoint(4, {0: [second], 1: [first]}, [News(NewsKind.STEP, 1)])
+    found = read_schedule(path, "of this run")
+    assert found.engines == {0: [first, EngineEvent(0, EventKind.RESTART), second], 1: [first]}
+    assert found.engine_of == {"a": [0, 1], "b": [0, 1]}
+    assert [(news.kind, news.number, news.ended) for news in found.pool] == [
+        ("step", 0, ()),
+        ("give_back", -1, (3,)),
+        ("step", 1, ()),
+    ]
+    with pytest.raises(ConfigError, match="of another run"):
+        read_schedule(path, "of another run")
+    schedule.checkpoint(5, {}, [], broken="an engine was lost")
+    with pytest.raises(ConfigError, match="cannot be repeated beyond step 5: an engine was lost"):
+        read_schedule(path, "of this run")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_schedule(tmp_path / "none.jsonl", "of this run")
 
 
 def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ LEVELS = [
         "onednn",
         "event_log",
         "run_folder",
+        "schedule",
         "tracking",
         "weight_files",
     },

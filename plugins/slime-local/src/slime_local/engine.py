@@ -15,10 +15,12 @@ import torch
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.schedule import EngineEvent
 from slime_core.types.weights import Bucket
 from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel, load_model
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
+from slime_local.schedule import Gate
 from slime_local.stop_text import StopText
 from slime_local.threads import choose_threads, use_threads
 from slime_local.weights import WeightLoader
@@ -65,6 +67,7 @@ class LocalEngine(RolloutEngine):
             max_prefill_tokens=self._config.max_prefill_tokens,
             kv_cache_bytes=self._config.kv_cache_bytes,
         )
+        self._gate = Gate(self._decoder)
         self._loader = WeightLoader(self._model.network, setup.index)
         self._runnable = asyncio.Event()
         self._setup = setup
@@ -72,7 +75,13 @@ class LocalEngine(RolloutEngine):
         self._task.add_done_callback(self._note_end)
         return EngineInfo(
             capabilities=frozenset(
-                {Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP, Capability.SCORES}
+                {
+                    Capability.DETERMINISTIC,
+                    Capability.VERSION_SPANS,
+                    Capability.SLEEP,
+                    Capability.SCORES,
+                    Capability.REPLAY,
+                }
             )
         )
 
@@ -85,12 +94,15 @@ class LocalEngine(RolloutEngine):
             if not self._runnable.is_set():
                 continue
             self._decoder.step()
+            self._gate.stepped()
             self._consider()
             await asyncio.sleep(0)
 
     def _consider(self) -> None:
         """Lets the decode task run exactly when there is work and nothing holds it."""
-        held = self._paused or self._absent or self._loader.incomplete
+        # In a replay the script says when weights come; a pause may come sooner than it came then.
+        held = self._gate.waits or (self._paused and not self._gate.scripted)
+        held = held or self._absent or self._loader.incomplete
         if self._decoder.busy and not held:
             self._runnable.set()
         else:
@@ -147,7 +159,7 @@ class LocalEngine(RolloutEngine):
                 rows.append(row)
             else:
                 row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, setup.index)
-        self._decoder.submit(rows)
+        self._gate.submit(rows)
         self._consider()
         try:
             yield
@@ -183,7 +195,7 @@ class LocalEngine(RolloutEngine):
         """Ids that are not running are ignored: they may just have ended."""
         self._ready()
         wanted = None if request_ids is None else set(request_ids)
-        self._decoder.end(lambda row: wanted is None or row.request.request_id in wanted)
+        self._gate.abort(wanted)
         self._consider()
 
     # ---------------------------------------------------------------- weights
@@ -206,11 +218,13 @@ class LocalEngine(RolloutEngine):
         self._ready()
         if Memory.WEIGHTS in self._absent:
             raise EngineError(f"{self._name}: load_bucket without memory for its weights; call wake first.")
+        await self._gate.may_load(bucket.version)
         try:
             complete = self._loader.load(bucket)
             if complete:
                 self._version = bucket.version
                 self._decoder.activate(bucket.version)
+                self._gate.loaded(bucket.version)
         finally:
             self._consider()
 
@@ -237,6 +251,16 @@ class LocalEngine(RolloutEngine):
             # Whoever else uses this loop gets a turn.
             await asyncio.sleep(0)
         return answers
+
+    # ---------------------------------------------------------------- schedules
+
+    async def recorded(self) -> Sequence[EngineEvent]:
+        self._ready()
+        return self._gate.recorded()
+
+    async def follow(self, events: Sequence[EngineEvent]) -> None:
+        self._ready()
+        self._gate.follow(events)
 
     # ---------------------------------------------------------------- life
 

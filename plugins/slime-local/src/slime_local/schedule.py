@@ -1,0 +1,105 @@
+"""What comes to the engine between two decode steps: written down, or, in a replay, let in when it came then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from slime_core.types.schedule import EngineEvent, EventKind
+from slime_local.decoder import Decoder
+from slime_local.request_row import RequestRow
+
+
+class Gate:
+    """Stands in front of the decoder. Without a script everything is let in at once."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._steps = 0
+        self._heard: list[EngineEvent] = []
+        self._script: deque[EngineEvent] = deque()
+        self._arrived: dict[str, RequestRow] = {}
+        self._unwanted: set[str] = set()
+        self._moved = asyncio.Event()
+
+    def follow(self, events: Sequence[EngineEvent]) -> None:
+        self._script = deque(events)
+
+    def recorded(self) -> list[EngineEvent]:
+        heard, self._heard = self._heard, []
+        return heard
+
+    @property
+    def scripted(self) -> bool:
+        """There is something left that must come as it came then."""
+        return bool(self._script)
+
+    @property
+    def waits(self) -> bool:
+        """What came after this step has not come yet."""
+        return bool(self._script) and self._script[0].at <= self._steps
+
+    def stepped(self) -> None:
+        self._steps += 1
+        self._go_on()
+
+    def submit(self, rows: Sequence[RequestRow]) -> None:
+        if self._script:
+            self._arrived |= {row.request.request_id: row for row in rows}
+            self._go_on()
+        elif rows:
+            self._submit(rows)
+
+    def abort(self, names: set[str] | None) -> None:
+        """None: all of them."""
+        if self._script:
+            self._unwanted |= (self._decoder.request_ids | self._arrived.keys()) if names is None else names
+            self._go_on()
+        else:
+            self._abort(self._decoder.request_ids & names if names is not None else set(self._decoder.request_ids))
+
+    async def may_load(self, version: int) -> None:
+        """Returns when the weights of this version came."""
+        while self._script and not self._is_next(version):
+            self._moved.clear()
+            await self._moved.wait()
+
+    def loaded(self, version: int) -> None:
+        """They are active."""
+        self._note(EventKind.VERSION, version=version)
+        if self._script:
+            self._script.popleft()
+            self._go_on()
+
+    def _is_next(self, version: int) -> bool:
+        event = self._script[0]
+        return (event.at, event.kind, event.version) == (self._steps, EventKind.VERSION, version)
+
+    def _submit(self, rows: Sequence[RequestRow]) -> None:
+        self._note(EventKind.SUBMIT, tuple(row.request.request_id for row in rows))
+        self._decoder.submit(rows)
+
+    def _abort(self, names: set[str]) -> None:
+        if names:
+            self._note(EventKind.ABORT, tuple(sorted(names)))
+            self._decoder.end(lambda row: row.request.request_id in names)
+
+    def _note(self, kind: EventKind, names: tuple[str, ...] = (), version: int = -1) -> None:
+        self._heard.append(EngineEvent(self._steps, kind, names, version))
+
+    def _go_on(self) -> None:
+        """Lets in what came after this step, as far as it is there."""
+        while self.waits:
+            event = self._script[0]
+            if event.kind is EventKind.RESTART and not self._decoder.busy:
+                self._steps = 0
+            elif event.kind is EventKind.SUBMIT and self._arrived.keys() >= set(event.names):
+                self._submit([self._arrived.pop(name) for name in event.names])
+            elif event.kind is EventKind.ABORT and self._unwanted >= set(event.names):
+                self._unwanted -= set(event.names)
+                self._abort(set(event.names))
+            else:
+                break
+            self._script.popleft()
+        self._moved.set()

@@ -1,0 +1,113 @@
+"""What comes to the engine is let in after the decode step after which it came when it was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_local.schedule import Gate
+
+
+@dataclass
+class Request:
+    request_id: str
+
+
+@dataclass
+class Row:
+    request: Request
+
+
+@dataclass
+class Decoder:
+    """Says in which order things were let in."""
+
+    told: list[Any] = field(default_factory=list)
+    request_ids: set[str] = field(default_factory=set)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.request_ids)
+
+    def submit(self, rows: list[Row]) -> None:
+        names = [row.request.request_id for row in rows]
+        self.told.append(names)
+        self.request_ids |= set(names)
+
+    def end(self, chosen: Any) -> None:
+        ended = {name for name in self.request_ids if chosen(Row(Request(name)))}
+        self.told.append(ended)
+        self.request_ids -= ended
+
+
+def rows(*names: str) -> list[Row]:
+    return [Row(Request(name)) for name in names]
+
+
+async def test_a_script_is_kept_to() -> None:
+    recorded = Gate(Decoder())
+    recorded.loaded(0)
+    recorded.submit(rows("a", "b"))
+    recorded.stepped()
+    recorded.stepped()
+    recorded.abort({"a", "who has ended"})
+    recorded.loaded(1)
+    recorded.submit(rows("c"))
+    events = recorded.recorded()
+    assert [event.at for event in events] == [0, 0, 2, 2, 2]
+    assert not recorded.recorded()
+
+    decoder = Decoder()
+    gate = Gate(decoder)
+    gate.follow(events)
+    # All of it comes too early, and in another order.
+    gate.submit(rows("c"))
+    gate.submit(rows("b"))
+    gate.abort({"a"})
+    later = asyncio.create_task(gate.may_load(1))
+    assert gate.waits
+    await gate.may_load(0)
+    gate.loaded(0)
+    assert decoder.told == []
+    gate.submit(rows("a"))
+    assert decoder.told == [["a", "b"]]
+    assert not gate.waits
+    gate.stepped()
+    await asyncio.sleep(0)
+    assert not gate.waits
+    assert not later.done()
+    gate.stepped()
+    # Nothing is decoded until the weights are there.
+    assert decoder.told == [["a", "b"], {"a"}]
+    assert gate.waits
+    await later
+    gate.loaded(1)
+    assert decoder.told == [["a", "b"], {"a"}, ["c"]]
+    assert not gate.waits
+    assert not gate.scripted
+    assert gate.recorded() == events
+    # What no script speaks of is let in at once.
+    gate.submit(rows("d"))
+    assert decoder.told[-1] == ["d"]
+
+
+async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
+    from slime_core.types.schedule import EngineEvent, EventKind
+
+    decoder = Decoder()
+    gate = Gate(decoder)
+    gate.follow(
+        [
+            EngineEvent(0, EventKind.SUBMIT, ("a",)),
+            EngineEvent(0, EventKind.RESTART),
+            EngineEvent(0, EventKind.SUBMIT, ("b",)),
+        ]
+    )
+    gate.submit(rows("a"))
+    gate.submit(rows("b"))
+    gate.stepped()
+    assert decoder.told == [["a"]]
+    decoder.request_ids.clear()
+    gate.stepped()
+    assert decoder.told == [["a"], ["b"]]

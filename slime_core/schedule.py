@@ -1,0 +1,101 @@
+"""schedule.jsonl: what decided the bits of a run whose order depends on time. With it another run does the same.
+
+A line is a fingerprint (of the run), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A resumed run
+cuts the file at its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_core.errors import ConfigError
+from slime_core.rollout.recorded import News, NewsKind
+from slime_core.types.schedule import EngineEvent, EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSchedule:
+    """Of a whole run, over all its attempts."""
+
+    engines: Mapping[int, list[EngineEvent]] = field(default_factory=dict)
+    pool: Sequence[News] = ()
+
+    @property
+    def engine_of(self) -> dict[str, list[int]]:
+        """Which engine had a request, each time that it was made."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for index, events in self.engines.items():
+            for event in events:
+                for name in event.names if event.kind is EventKind.SUBMIT else ():
+                    found[name].append(index)
+        return dict(found)
+
+
+class ScheduleFile:
+    """Appended to at every checkpoint."""
+
+    def __init__(self, path: Path, fingerprint: str, *, resumed_at: int | None) -> None:
+        """`resumed_at`: the step of the checkpoint that the run goes on from; None: it begins."""
+        self._path = path
+        kept = [] if resumed_at is None or not path.exists() else lines_up_to(path, resumed_at)
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"fingerprint": fingerprint}]))
+        if resumed_at is not None:
+            self._append([{"attempt": resumed_at}])
+
+    def checkpoint(
+        self,
+        rollout_id: int,
+        engines: Mapping[int, Sequence[EngineEvent]],
+        pool: Sequence[News],
+        *,
+        broken: str | None = None,
+    ) -> None:
+        """Before the checkpoint itself is written. `broken`: why what led to it cannot be repeated."""
+        lines: list[dict[str, Any]] = [
+            {"engine": index, "events": events} for index, events in engines.items() if events
+        ]
+        lines.append({"pool": pool})
+        lines.append({"checkpoint": rollout_id} | ({} if broken is None else {"broken": broken}))
+        self._append(lines)
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        with self._path.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
+    """The lines of what a checkpoint holds; none if it is not spoken of."""
+    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    for place, line in enumerate(lines):
+        if line.get("checkpoint") == rollout_id:
+            return lines[: place + 1]
+    return []
+
+
+def read_schedule(path: Path, fingerprint: str) -> RecordedSchedule:
+    """ConfigError if it is not one, or is of another run."""
+    where = f"--replay-schedule {path}"
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: cannot be read: {error}. A run with --ahead 2 or more leaves one.") from error
+    if not lines or lines[0].get("fingerprint") != fingerprint:
+        raise ConfigError(f"{where}: of another run: config, plugins and data must be those that it was recorded with.")
+    engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
+    pool: list[News] = []
+    for line in lines:
+        if "broken" in line:
+            raise ConfigError(f"{where}: cannot be repeated beyond step {line['checkpoint']}: {line['broken']}.")
+        if "attempt" in line:
+            for events in engines.values():
+                events.append(EngineEvent(0, EventKind.RESTART))
+        for at, kind, names, version in line.get("events", ()):
+            engines[line["engine"]].append(EngineEvent(at, EventKind(kind), tuple(names), version))
+        for kind, number, ended, generated in line.get("pool", ()):
+            pool.append(News(NewsKind(kind), number, tuple(ended), tuple(generated)))
+    return RecordedSchedule(engines, pool)
