@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -77,7 +77,7 @@ def new(
         "intermediate_size": intermediate_size,
         "max_length": max_length,
     }
-    given = {name: value for name, value in said.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     if preset is not None:
         if given or architecture:
             raise ConfigError("--preset: it decides the architecture and all sizes; leave those out, or leave it out.")

@@ -13,7 +13,6 @@ from retrieval_servers import scripted, searching
 
 from slime_core.new_model import END, character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.served import Served
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status, VersionSpan
@@ -40,7 +39,6 @@ class Player:
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
-        self.served = Served()
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
     async def generate(self, request: object) -> Completion:

@@ -222,20 +222,15 @@ def make_config(
         "use_cpu_initialization": placement.device.type != "cuda",
         "perform_initialization": False,
     }
-    # With calculate_per_token_loss Megatron adds up the shares of the ranks that hold parts of the same tokens, after it has
-    # divided by their number.
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if fields.get(name):
-            fields[name] = multiplied(fields[name], shape.tp * shape.cp)
+    # With calculate_per_token_loss Megatron adds up what ranks make of their parts of the same tokens, after it has divided
+    # by the number of these ranks. Its balance loss is multiplied by the tokens of all of them, and right.
+    if fields.get("moe_z_loss_coeff"):
+        fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
     record = MLATransformerConfig if architecture.mla else TransformerConfig
     try:
         return record(**fields)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
-
-
-def multiplied(coefficient: float | list[float], factor: int) -> float | list[float]:
-    return [each * factor for each in coefficient] if isinstance(coefficient, list) else coefficient * factor
 
 
 def build_chunks(
