@@ -36,7 +36,7 @@ MARKS: Final = (
     "Doc 1(Title: ",
 )
 NUM_WORKED: Final = 20_000
-GUESSES: Final = 0.8
+GUESSES: Final = 0.6
 """Share of worked examples that guess."""
 SUMMARY_CHARS: Final = 6
 """About what run.toml lets through."""
@@ -57,7 +57,7 @@ class WhichModule:
     alphabet = string.ascii_letters + string.digits + string.punctuation + " \n"
     chat_template = None
     sizes = ModelSizes(
-        hidden_size=64,
+        hidden_size=128,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
