@@ -20,11 +20,13 @@ import openai
 
 from slime_agents.plugin import agent
 from slime_core.new_model import ModelSizes
+from slime_core.plugin import reward
 
 if TYPE_CHECKING:
     from slime_agents.served.agents import AgentTask
+    from slime_core.types.sample import Sample
 
-NUM_HELD_OUT: Final = 150
+NUM_HELD_OUT: Final = 100
 HALLS: Final = "bcdfghjk"
 NOISE: Final = 0.5
 """Chance of a worked example whose call has another digit or hall."""
@@ -42,34 +44,41 @@ TEMPLATE: Final = (
 CALL: Final = '<tool_call>{"name": "count", "arguments": {"shelf": "'
 END_OF_CALL: Final = '"}}</tool_call>'
 
+# Episodes share its connections; a client takes longer to make than the model takes to answer.
+CLIENT: Final = openai.AsyncOpenAI(base_url="http://set-later", api_key="set-later", max_retries=0)
+
 
 @agent("stocktaker")
-async def stocktaker(task: AgentTask) -> float:
-    """1 if the model's answer is what lies on the shelf."""
-    return await take_stock(task, count)
+async def stocktaker(task: AgentTask) -> None:
+    """Asks the model what lies on a shelf, and runs its calls."""
+    await take_stock(task, count)
 
 
 @agent("stocktaker_without_tool")
-async def stocktaker_without_tool(task: AgentTask) -> float:
+async def stocktaker_without_tool(task: AgentTask) -> None:
     """The same with a tool that knows nothing."""
-    return await take_stock(task, lambda shelf: "000")
+    await take_stock(task, lambda shelf: "000")
 
 
-async def take_stock(task: AgentTask, tool: Callable[[str], str]) -> float:
-    wanted = task.metadata["shelf"]
-    messages: list[Any] = [{"role": "user", "content": wanted}]
+@reward("stock")
+def stock(sample: Sample) -> float:
+    """1 if the model's last words are what lies on the shelf."""
+    return float(sample.response.endswith(f"<model>{count(sample.metadata['shelf'])}<end>"))
+
+
+async def take_stock(task: AgentTask, tool: Callable[[str], str]) -> None:
+    messages: list[Any] = [{"role": "user", "content": task.metadata["shelf"]}]
     tools: Any = [{"type": "function", "function": COUNT}]
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
-        for _ in range(2):
-            answer = await client.chat.completions.create(model=task.model, messages=messages, tools=tools)
-            said = answer.choices[0].message
-            if not said.tool_calls:
-                return float(said.content == count(wanted))
-            messages.append(said.model_dump(exclude_none=True))
-            for call in said.tool_calls:
-                shelf = json.loads(call.function.arguments).get("shelf")
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": tool(str(shelf))})
-    return 0.0
+    client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=task.model, messages=messages, tools=tools)
+        said = answer.choices[0].message
+        if not said.tool_calls:
+            return
+        messages.append(said.model_dump(exclude_none=True))
+        for call in said.tool_calls:
+            shelf = json.loads(call.function.arguments).get("shelf")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": tool(str(shelf))})
 
 
 def count(shelf: str) -> str:

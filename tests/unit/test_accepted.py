@@ -422,6 +422,21 @@ async def test_a_request_that_was_lost_too_often_fails_its_sample():
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(2, 1, False)]
 
 
+async def test_a_generator_may_ask_for_rewards():
+    class Sharing(Answers):
+        async def generate(self, episode):
+            (sample,) = await episode.score(await super().generate(episode))
+            return [replace(sample, reward=sample.reward + 0.5)]
+
+    made, _ = runner(Sharing())
+    # A reward that is there is kept.
+    assert (await made.start(prompt(5)).task).rewards == [15.5, 16.5, 17.5]
+    made, failures = runner(Sharing(), rewards=Rewards(RewardError("no")))
+    with pytest.raises(RewardError):
+        await made.start(prompt(5)).task
+    assert failures == []
+
+
 async def test_an_engine_error_is_not_tried_again():
     class Dead(Generator):
         async def generate(self, episode):

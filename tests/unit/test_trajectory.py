@@ -1,11 +1,12 @@
 """Trajectories and episodes: what grows together stays together, and seeds depend on what is generated alone."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, RewardError
 from slime_core.new_model import character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.seeds import request_seed
@@ -131,7 +132,9 @@ class Recorder:
         return completion(list(self.tokens))
 
 
-def episode(client, *, attempt=0, scope="train", index=12, position=4, kept=None, room=None, stop=None, budget=10):
+def episode(
+    client, *, attempt=0, scope="train", index=12, position=4, kept=None, room=None, stop=None, budget=10, scorer=None
+):
     return EngineEpisode(
         prompt=PROMPT,
         index=index,
@@ -146,6 +149,7 @@ def episode(client, *, attempt=0, scope="train", index=12, position=4, kept=None
         evaluation=False,
         stop=stop or asyncio.Event(),
         kept=kept,
+        scorer=scorer,
     )
 
 
@@ -220,6 +224,30 @@ async def test_a_single_turn_goes_on_with_what_is_left_of_the_budget():
     (sample,) = await SingleTurn().generate(episode(client, kept=first.finish(), budget=3))
     assert sample.status is Status.TRUNCATED
     assert len(client.requests) == 1
+
+
+async def test_an_episode_for_agents():
+    """Prompts of their own, rewards before the end, and word of an abort."""
+    kept = trajectory()
+    kept.append_completion(completion([1, 2], "abort"))
+    stop = asyncio.Event()
+    made = episode(Recorder(), kept=kept.finish(), stop=stop)
+    assert made.trajectory().response_length == 2
+    other = made.trajectory(replace(PROMPT, token_ids=np.array([9], np.int32)))
+    assert (other.tokens.tolist(), other.index, other.rollout_id) == ([9], 12, 12)
+    with pytest.raises(RewardError, match="--reward"):
+        await made.score([other.finish()])
+
+    async def scorer(group):
+        return replace(group, samples=tuple(replace(s, reward=s.reward or 2.0) for s in group.samples))
+
+    scored = await episode(Recorder(), scorer=scorer).score([other.finish(reward=1.0), other.finish()])
+    assert [sample.reward for sample in scored] == [1.0, 2.0]
+    waiting = asyncio.create_task(made.stopped())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stop.set()
+    await asyncio.wait_for(waiting, 1)
 
 
 def test_the_short_way_to_the_text_gives_the_same_text():

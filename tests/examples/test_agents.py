@@ -1,0 +1,27 @@
+"""The examples of slime-agents: what the model earns by its tool, its colleague, its agent; and nothing without them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conftest import RunExample
+
+
+def test_retool(run_example: RunExample) -> None:
+    ran = run_example("retool", "--num-rollout", "8")
+    assert ran.after["held_out"] > ran.before["held_out"] + 0.08
+    assert ran.after["without_tool"] < 0.05
+    assert ran.metrics("rollout/step")[-1]["rollout/count/tool_calls"] > 0.9
+
+
+def test_multi_agent(run_example: RunExample) -> None:
+    ran = run_example("multi_agent", "--num-rollout", "12")
+    assert ran.after["held_out"] > ran.before["held_out"] + 0.08
+    assert ran.after["without_note"] < 0.2
+
+
+def test_openai_agent(run_example: RunExample) -> None:
+    ran = run_example("openai_agent", "--num-rollout", "8")
+    assert ran.after["held_out"] > ran.before["held_out"] + 0.08
+    assert ran.after["without_tool"] < 0.05
