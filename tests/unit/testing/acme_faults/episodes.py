@@ -112,7 +112,7 @@ class StartsAnew(FaultyGenerator):
 
     @staticmethod
     async def answer(episode):
-        episode._kept = None
+        episode.kept = None
         return [await one_turn(episode)]
 
 
