@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -116,7 +117,7 @@ def test_a_missing_sglang_is_a_problem(monkeypatch):
 @pytest.mark.parametrize("driver", [Ipc, Distributed])
 def test_stages_that_cannot_be_told_apart(driver):
     """SGLang numbers a server's processes by their tensor-parallel rank."""
-    engine = SglangOptions.model_construct(pp_size=2)
+    engine = SimpleNamespace(pp_size=2)
     (problem,) = driver.problems(driver.Config(), engine)
     assert "engine.pp_size = 2" in problem
     assert "pp_size = 1" in problem

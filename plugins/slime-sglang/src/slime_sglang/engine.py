@@ -61,6 +61,8 @@ class SglangEngine(RolloutEngine):
         self._pool: aiohttp.ClientSession | None = None
         self._servers: list[Connection] = []
         self._roles: list[WorkerRole] = []
+        # To paired servers sglang-router passes on the token that it was asked with itself.
+        self._common_token = secrets.token_urlsafe(24) if config.prefill_servers else None
         self._processes: list[ServerProcess] = []
         self._router: Router | None = None
         self._features = Features()
@@ -104,7 +106,9 @@ class SglangEngine(RolloutEngine):
                     f"token span; SGLang {self._features.sglang_version} does not. Use abort."
                 )
             if self._config.router_policy != "none":
-                self._router = await start_router(self._config, setup, self._pool, self._servers, self._roles)
+                self._router = await start_router(
+                    self._config, setup, self._pool, self._servers, self._roles, common_token=self._common_token
+                )
                 self._processes.append(self._router.process)
         except BaseException:
             await self.stop()
@@ -124,7 +128,8 @@ class SglangEngine(RolloutEngine):
             self._roles = [WorkerRole()] * len(self._servers)
             return
         starting = [
-            asyncio.create_task(start_server(self._config, setup, place, pool)) for place in range(self._config.servers)
+            asyncio.create_task(start_server(self._config, setup, place, pool, common_token=self._common_token))
+            for place in range(self._config.servers)
         ]
         try:
             await asyncio.gather(*starting)

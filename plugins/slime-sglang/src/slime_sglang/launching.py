@@ -129,8 +129,16 @@ def environment_for(setup: EngineSetup, devices: Sequence[str]) -> dict[str, str
     return environment
 
 
-async def start_server(config: SglangOptions, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started:
-    """A server that answers. EngineError with its last lines if it dies, or does not answer in time."""
+async def start_server(
+    config: SglangOptions,
+    setup: EngineSetup,
+    place: int,
+    pool: aiohttp.ClientSession,
+    *,
+    common_token: str | None = None,
+) -> Started:
+    """A server that answers, to a token of its own or to a common one. EngineError with its last lines if it dies, or does
+    not answer in time."""
     options = options_for(config, setup, place)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
     environment = environment_for(setup, devices)
@@ -138,7 +146,7 @@ async def start_server(config: SglangOptions, setup: EngineSetup, place: int, po
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
     deadline = time.monotonic() + config.start_timeout
     for attempt in range(1, ATTEMPTS + 1):
-        port, token = free_port(), secrets.token_urlsafe(24)
+        port, token = free_port(), common_token or secrets.token_urlsafe(24)
         own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
         bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
         if bootstrap_port is not None:

@@ -84,9 +84,11 @@ async def start_router(
     pool: aiohttp.ClientSession,
     servers: Sequence[Connection],
     roles: Sequence[WorkerRole],
+    *,
+    common_token: str | None = None,
 ) -> Router:
     """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
-    port, token = free_port(), secrets.token_urlsafe(24)
+    port, token = free_port(), common_token or secrets.token_urlsafe(24)
     # Retries would repeat a request that cannot be repeated blindly; the kernel knows which can.
     options: dict[str, Any] = {
         "request_timeout_secs": int(config.request_timeout),
