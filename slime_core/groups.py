@@ -17,6 +17,7 @@ SOURCES: Final = "slime.sources"
 MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
+CONVERTERS: Final = "slime.converters"
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -36,6 +37,7 @@ DRIVER_GROUPS: Final = (
     MIDDLEWARES,
     TRANSPORTS,
     TRACKERS,
+    CONVERTERS,
 )
 
 NOUNS: Final = {
@@ -54,6 +56,7 @@ NOUNS: Final = {
     MIDDLEWARES: "router middleware",
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
+    CONVERTERS: "converter",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

@@ -33,7 +33,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.REWARDS: {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
         "slime-agents": ("retool",),
-        "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "random"),
+        "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
     groups.COLLECTORS: {"slime-distill": ("sft",)},
     groups.FILTERS: {
@@ -53,6 +53,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
+    groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
 }
 """Group to distribution to the names that it registers."""
 

@@ -211,7 +211,7 @@ class Learner:
     async def _score(
         self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
     ) -> tuple[dict[str, Float32], dict[str, float]]:
-        """The columns that the roles fill, and the teacher's engines at the same time; and the seconds that each took."""
+        """The columns that the roles fill, and at the same time the teacher's engines; and the seconds that each took."""
         columns: dict[str, Float32] = {}
         seconds: dict[str, float] = {}
         work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
@@ -321,9 +321,11 @@ async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Floa
 
 
 async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """As `score_role`, by engines."""
     began = time.perf_counter()
-    column = {Need.TEACHER_LOGPROBS.value: await teacher.log_probs(batch)}
-    return column, {Need.TEACHER_LOGPROBS.value: time.perf_counter() - began}
+    column = await teacher.log_probs(batch)
+    name = Need.TEACHER_LOGPROBS.value
+    return {name: column}, {name: time.perf_counter() - began}
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:

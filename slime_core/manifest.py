@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from slime_core import __version__
-from slime_core.config.bound import BoundRun
+from slime_core.config.bound import BoundRun, Part
 from slime_core.errors import PluginError
 
 MAY_CHANGE: Final = (
@@ -50,6 +50,8 @@ class Manifest:
     config: Mapping[str, Any]
     """As resolved, with every option of every plugin."""
     fingerprint: str
+    training: str
+    """The same without what says where roles run and which rank holds what: equal, and one run can go on as the other."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
@@ -110,7 +112,7 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         "plugin_files": files,
         "data": data_fingerprint,
     }
-    text = json.dumps(identity, sort_keys=True, default=str)
+    moved = identity | {"config": without(config, (*MAY_CHANGE, *layout_keys(run)))}
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -120,8 +122,21 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         trust_remote_code=run.config.model.trust_remote_code,
         data=data_fingerprint,
         config=config,
-        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        fingerprint=hash_of(identity),
+        training=hash_of(moved),
     )
+
+
+def hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def layout_keys(run: BoundRun) -> tuple[tuple[str, ...], ...]:
+    """Where roles run and, as far as their backends can load another's checkpoint, which rank holds what."""
+    backends: dict[tuple[str, ...], Part] = {("backend",): run.backend}
+    backends |= {("roles", role, "backend"): part for role, part in run.role_backends.items()}
+    options = [(*path, option) for path, part in backends.items() for option in sorted(part.driver.layout_options)]
+    return (("launcher",), *options)
 
 
 def without(config: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from slime_core.errors import ModelError, unknown_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from slime_core.model_presets import Preset
+
 PAD: Final = "<pad>"
 END: Final = "<end>"
 
@@ -26,6 +28,8 @@ class ModelSizes:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_length: int = 512
+    tie_word_embeddings: bool = False
+    """The embedding of a token is also what its logit is read with: copying is learnt for all tokens at once."""
 
 
 def new_model(
@@ -68,7 +72,7 @@ def new_model(
         head_dim=sizes.hidden_size // sizes.num_heads,
         intermediate_size=sizes.intermediate_size,
         max_position_embeddings=sizes.max_length,
-        tie_word_embeddings=False,
+        tie_word_embeddings=sizes.tie_word_embeddings,
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -77,6 +81,26 @@ def new_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
+def new_preset(folder: Path, preset: Preset, *, alphabet: str, tokens: Sequence[str] = (), seed: int = 0) -> int:
+    """A published model's shape with random bfloat16 weights, and a tokenizer that uses the first of its token ids."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    if folder.exists():
+        raise ModelError(f"{folder}: exists already. Remove it, or give another name.")
+    tokenizer = character_tokenizer(alphabet, tokens)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(preset.architecture, **preset.fields, **ends)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

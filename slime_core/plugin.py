@@ -70,6 +70,7 @@ def advantage(
     *,
     needs: Collection[Need] | None = None,
     accepts_kl_penalty: bool | None = None,
+    accepts_spans: bool | None = None,
     compares_group: bool | None = None,
     examples: Sequence[Example] | None = None,
 ) -> Callable[[T], T]:
@@ -80,6 +81,7 @@ def advantage(
         {
             "needs": None if needs is None else frozenset(needs),
             "accepts_kl_penalty": accepts_kl_penalty,
+            "accepts_spans": accepts_spans,
             "compares_group": None if compares_group is None else classmethod(lambda cls, config: compares_group),
             "examples": _given(examples),
         },

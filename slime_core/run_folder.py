@@ -85,7 +85,8 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
         found = folder.read_manifest()
         if found is None:
             raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
-        if found["fingerprint"] != manifest.fingerprint:
+        # The layout may be another: whoever insists on the folder takes other floating-point bits for it.
+        if found["fingerprint"] != manifest.fingerprint and found.get("training") != manifest.training:
             changed = differences(found["config"], dict(manifest.config)) or ["data or plugins differ"]
             raise ConfigError(f"--resume {resume}: another run: {'; '.join(changed[:5])}.")
         return folder
@@ -118,16 +119,23 @@ def clear_folder(folder: RunFolder) -> None:
 
 def lock_folder(folder: RunFolder) -> IO[str]:
     """Held as long as the file is open; the system lets go of it when the process dies."""
+    return lock(
+        folder.path,
+        busy="this run is going on in another process. Wait for it, or give this one a --name.",
+        elsewhere="Say --runs-dir for another place.",
+    )
+
+
+def lock(folder: Path, *, busy: str, elsewhere: str) -> IO[str]:
+    """As above. `busy`: the error if another process holds it; `elsewhere`: what helps where nothing can be written."""
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        handle = (folder.path / ".lock").open("w")
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("w")
     except OSError as error:
-        raise StorageError(f"{folder.path}: cannot be written: {error}. Say --runs-dir for another place.") from error
+        raise StorageError(f"{folder}: cannot be written: {error}. {elsewhere}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
-        raise ConfigError(
-            f"{folder.path}: this run is going on in another process. Wait for it, or give this one a --name."
-        ) from None
+        raise ConfigError(f"{folder}: {busy}") from None
     return handle

@@ -40,9 +40,9 @@ from slime_core.learner import Learner
 from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.replay import dump_file
-from slime_core.rollout.served import middleware_metrics
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
@@ -186,8 +186,7 @@ class Session:
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
-        if self.client is not None:
-            perf |= {**self.client.served.take(), **middleware_metrics(self.middlewares)}
+        perf |= middleware_metrics(self.middlewares)
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
         self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
@@ -308,6 +307,7 @@ class Session:
         if not len(self.evaluator):
             return
         await self.evaluated()
+        await self.residency.rollout()
         if self.run.config.eval.eval_on_the_side:
             self.evaluation = asyncio.create_task(self._evaluate(step))
         else:

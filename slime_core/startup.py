@@ -165,9 +165,9 @@ async def assemble_session(
         ) from None
     roles, (client, teacher) = trainers_task.result(), engines_task.result()
     residency = Residency(
-        next((trainers.devices for trainers in roles.values()), Devices()),
+        next(iter(roles.values())).devices if roles else Devices(),
         client,
-        shared=config.launcher.colocate,
+        shared=config.launcher.colocate and bool(roles),
         offload_rollout=config.launcher.offloads_rollout(device),
     )
 
@@ -230,9 +230,11 @@ async def assemble_session(
         client=client,
         middlewares=middlewares,
         roles=roles,
-        learner=Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
-        if roles
-        else RolloutOnly(run.config.debug),
+        learner=(
+            Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
+            if roles
+            else RolloutOnly(run.config.debug)
+        ),
         residency=residency,
         transport=None if client is None or run.transport is None or not roles else run.transport.build(),
         evaluator=Evaluator(eval_tasks(run, materials, runner)),

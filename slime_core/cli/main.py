@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import config, evaluate, models, plugins, run
+from slime_core.cli import config, convert, doctor, evaluate, models, new, plugins, run
 from slime_core.errors import SlimeError
 
 app = typer.Typer(
@@ -23,6 +23,11 @@ app.command("run", context_settings=PASS_ON, help="Train: slime run run.toml [--
 app.command("eval", context_settings=PASS_ON, help="Evaluate a model on the run file's evaluation sets.")(
     evaluate.evaluate
 )
+app.command("convert", context_settings=PASS_ON, help="Convert a model folder: slime convert SOURCE TARGET --to NAME.")(
+    convert.convert
+)
+app.command("new")(new.new)
+app.command("doctor")(doctor.doctor)
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(config.app, name="config")
 app.add_typer(models.app, name="models")

@@ -234,12 +234,13 @@ class BoundRun:
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
         evals = [p for e in self.evals for p in (*(r.part for r in e.rewards), e.generate) if p is not None]
-        of_teacher = None if self.teacher is None else self.teacher.engine
-        optional = [p for p in (self.transport, of_teacher) if p is not None]
-        rewards = [reward.part for reward in self.rewards]
+        transport = () if self.transport is None else (self.transport,)
+        teacher = () if self.teacher is None else (self.teacher.engine,)
+        rewards = tuple(reward.part for reward in self.rewards)
         return (
-            self.backend, *self.role_backends.values(), self.engine, *optional, *rewards, self.source, self.generate,
-            self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals, *self.algo.parts,
+            self.backend, *self.role_backends.values(), self.engine, *teacher, *transport, *rewards, self.source,
+            self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals,
+            *self.algo.parts,
         )  # fmt: skip
 
     @property

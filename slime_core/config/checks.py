@@ -165,7 +165,7 @@ def rewards(run: BoundRun) -> list[str]:
     deaf = [part.name for part in run.algo.estimators if part.driver.uses_rewards and not part.driver.accepts_spans]
     return [
         f'{reward.part.where}: "{reward.label}" rewards spans of a response, and advantage "{deaf[0]}" gives all tokens of '
-        "one the same credit. Choose an advantage that takes them: `slime plugins show NAME` says so."
+        "one the same credit. Choose one that credits tokens one by one (its driver says accepts_spans), or another reward."
         for reward in run.rewards
         if reward.part.driver.gives_spans and deaf
     ]
@@ -244,6 +244,11 @@ def colocation(run: BoundRun) -> list[str]:
         problems.append(
             f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
             f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+        )
+    if launcher.colocate and run.config.eval.eval_on_the_side:
+        problems.append(
+            "launcher.colocate = true, eval.eval_on_the_side = true: nothing generates while the trainer has the devices. "
+            "Leave one of them out."
         )
     if launcher.offload_rollout is not None and not launcher.colocate:
         problems.append(

@@ -65,19 +65,6 @@ class RolesConfig(Table):
     """Learns the values of states."""
 
 
-class RewardTable(PluginTable):
-    """One of several rewards: its name, what it counts, and its options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
-
-    weight: float = Field(1.0, allow_inf_nan=False)
-    """What its number is multiplied by."""
-    label: str | None = Field(None, min_length=1)
-    """What metrics and samples call it; by default its name."""
-    reward_key: str | None = None
-    """Which of its named numbers counts; by default the reward's own choice."""
-
-
 class EngineRow(Table):
     """Engines with a model of their own, which is not trained."""
 
@@ -101,6 +88,19 @@ class EnginesConfig(Table):
     teacher: EngineRow | None = None
     """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
     (model.opd_teacher_load), and on devices of its own."""
+
+
+class RewardTable(PluginTable):
+    """One of several rewards: its name, what it counts, and its options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """What its number is multiplied by."""
+    label: str | None = Field(None, min_length=1)
+    """What metrics and samples call it; by default its name."""
+    reward_key: str | None = None
+    """Which of its named numbers counts; by default the reward's own choice."""
 
 
 class LauncherConfig(Table):

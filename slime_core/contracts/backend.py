@@ -180,6 +180,9 @@ class BackendDriver(Driver[TrainBackend]):
     provides: ClassVar[frozenset[Need]] = frozenset(
         {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
     )
+    layout_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
+    others, and `--resume FOLDER` goes on with it."""
 
     @classmethod
     def least_ranks(cls, config: Any) -> int:

@@ -11,6 +11,7 @@ from slime_core.contracts.advantage import AdvantageDriver, ShapingDriver
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.backend import BackendDriver
 from slime_core.contracts.collector import CollectorDriver
+from slime_core.contracts.converter import ConverterDriver
 from slime_core.contracts.correction import CorrectionDriver
 from slime_core.contracts.engine import EngineDriver
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
@@ -42,6 +43,7 @@ ACCEPTED: Final[Mapping[str, tuple[type, ...]]] = {
     groups.MIDDLEWARES: (MiddlewareDriver,),
     groups.TRANSPORTS: (TransportDriver,),
     groups.TRACKERS: (TrackerDriver,),
+    groups.CONVERTERS: (ConverterDriver,),
 }
 """Drivers by group; algorithms are data. A plugin's own groups are its own business."""
 

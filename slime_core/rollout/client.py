@@ -20,7 +20,6 @@ from slime_core.contracts.engine import Memory
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
-from slime_core.rollout.served import Served
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
@@ -46,7 +45,6 @@ class EngineClient:
     ) -> None:
         """While engines are watched: `max_losses` is how often a request may be lost with its engine before it fails,
         `call_limit_s` what an engine gets for a call of `each` before it counts as hung."""
-        self.served = Served()
         self._seats = tuple(Seat(index, engine, concurrency) for index, engine in enumerate(engines))
         self._concurrency = concurrency
         self._max_losses = max_losses

@@ -116,8 +116,6 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
-        if not self.evaluation:
-            self._client.served.add(request, completion)
         return completion
 
     def trace(self, seconds: float) -> AnswerTrace:

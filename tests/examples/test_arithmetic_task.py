@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from conftest import RunExample
+if TYPE_CHECKING:
+    from conftest import RunExample
 
 SHORT = ("--num-rollout", "10", "--lr-warmup-iters", "8")
 

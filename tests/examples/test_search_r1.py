@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from conftest import RunExample
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from conftest import RunExample
 
 
 def test_search_r1(run_example: RunExample) -> None:
-    ran = run_example("search_r1", "--num-rollout", "12", "--no-save-hf")
+    ran = run_example("search_r1", "--num-rollout", "12")
     assert ran.after["search"] > ran.before["search"] + 0.1
     assert ran.after["no_tool"] < 0.05
     first, *_, last = ran.metrics("rollout/step")

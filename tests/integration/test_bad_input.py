@@ -89,11 +89,6 @@ CONFIG_CASES = {
         CONFIG,
         ["tis_lower_bound = 3 must be below tis_upper_bound = 2"],
     ),
-    "known but not installed": Case(
-        ["--reward", "ifbench"],
-        CONFIG,
-        ['reward.name = "ifbench": unknown reward', "pip install slime-rm-hub"],
-    ),
     "text for a number": Case(
         ["--lr", "fast"], CONFIG, ['train.lr = "fast": input should be a valid number'], change=None
     ),

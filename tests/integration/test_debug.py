@@ -17,8 +17,26 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "hf" / "model.safetensors")
 
 
+REWARDS = """
+from slime_core.contracts.reward import Outcome, RewardFailure
+from slime_core.plugin import reward
+
+
+@reward("parity")
+def parity(sample):
+    if sample.index == 5:
+        return RewardFailure(Outcome.INFRA, "the service is away")
+    return float(sample.index % 2)
+"""
+
+
 def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
+    """The whole one has two rewards, of which one fails once."""
+    run_file, both = (tiny / "run.toml").read_text(), 'rewards = ["gsm8k", { name = "parity", weight = 0.5 }]'
+    (tiny / "run.toml").write_text(run_file.replace('reward = "gsm8k"', both))
+    (tiny / "rewards.py").write_text(REWARDS)
     whole = tiny.run(
+        "--plugin", "rewards.py", "--on-reward-infra", "leave_out",
         *ONE_STEP, "--name", "whole", "--dump-rollouts", "--save-debug-train-data", "--trace-samples", "--log-multi-turn",
         "--use-pytorch-profiler", "--profile-target", "train_actor,train_log_probs", "--kl-loss-coef", "0.1",
     )  # fmt: skip
@@ -39,7 +57,11 @@ def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
     ):  # fmt: skip
         assert np.isfinite(rollouts[0][name]), name
 
-    again = ("--debug-train-only", "--kl-loss-coef", "0.1", *ONE_STEP)
+    assert rollouts[0]["rollout/reward_part/parity"] == 0.5
+    assert rollouts[0]["rollout/raw_reward"] == rollouts[0]["rollout/reward_part/gsm8k"] + 0.25
+    assert [line.get("rollout/reward_outcome/infra", 0) for line in rollouts] == [0, 1]
+
+    again = ("--plugin", "rewards.py", "--debug-train-only", "--kl-loss-coef", "0.1", *ONE_STEP)
     recorded = tiny.run(*again, "--name", "recorded", "--load-debug-train-data", str(folder / "train_data"))
     assert recorded.code == 0, recorded.err
     for tensor, values in weights(folder).items():
@@ -49,7 +71,22 @@ def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
     assert len(batch.index) == 4
     assert columns.ref_log_probs.shape == columns.advantages.shape == batch.mask.shape
 
-    alone = tiny.run("--debug-rollout-only", "--num-rollout", "2", "--save-hf", "--name", "alone")
+    # The sample that was left out.
+    assert np.flatnonzero(np.isnan(batch.reward)).tolist() == [1]
+    assert not batch.mask[batch.response_rows(np.array([1]))].any()
+
+    alone = tiny.run(
+        "--plugin",
+        "rewards.py",
+        "--on-reward-failure",
+        "zero",
+        "--debug-rollout-only",
+        "--num-rollout",
+        "2",
+        "--save-hf",
+        "--name",
+        "alone",
+    )
     assert alone.code == 0, alone.err
     assert tiny.steps(run="alone") == [0, 1]
     assert tiny.steps("train/step", run="alone") == []

@@ -119,7 +119,7 @@ def test_a_teacher_behind_engines_beside_a_task_reward(finished: TinyRun) -> Non
     words = (
         "--algo", "grpo", "--reward", "gsm8k", "--advantage-terms", "reverse_kl", "--opd-kl-coef", "0.5",
         "--engines.teacher.load", str(teacher), "--engines.teacher.num_gpus", "2", "--num-rollout", "1", "--name", "both",
-        "--dump-rollouts",
+        "--rollout-max-response-len", "12", "--dump-rollouts",
     )  # fmt: skip
     ended = finished.run(*words)
     assert ended.code == 0, ended.err

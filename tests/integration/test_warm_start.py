@@ -37,7 +37,7 @@ class Look:
     sizes = ModelSizes(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32, max_length=32)
     enough = 0.04
     lr = 1e-2
-    max_steps = 120
+    max_steps = 300
 
     def rows(self, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         rows = [{"prompt": f"{a}{b}=", "label": b} for a in "abcdef" for b in "abcdef"]
@@ -72,7 +72,7 @@ def test_only_what_the_model_writes_is_learnt(warm_start: ModuleType) -> None:
 def test_a_task_becomes_a_model_and_its_data(
     warm_start: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warm_start.make(Look(), tmp_path, seed=3, teacher=0.05)
+    warm_start.make(Look(), tmp_path, seed=3, teacher=0.2)
     train, test = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("train.jsonl", "test.jsonl")

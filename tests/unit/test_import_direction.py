@@ -20,14 +20,16 @@ LEVELS = [
         "metrics",
         "manifest",
         "model_folder",
+        "model_presets",
         "new_model",
         "onednn",
         "event_log",
         "run_folder",
         "tracking",
+        "weight_files",
     },
     {"loop", "evaluate", "plan"}
-    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary"},
+    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary", "convert"},
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

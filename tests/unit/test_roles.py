@@ -217,6 +217,16 @@ def test_roles_are_part_of_the_runs_identity(ppo):
     assert len({fingerprint(*flags) for flags in changes}) == len(changes)
 
 
+def test_layouts_make_other_runs_that_train_the_same(ppo):
+    def manifest(*flags):
+        return build_manifest(ppo("--critic-backend", "valued", *flags), data_fingerprint="d")
+
+    one, moved = manifest(), manifest("--launcher", "ray", "--actor-num-gpus-per-node", "4")
+    assert one.fingerprint != moved.fingerprint
+    assert one.training == moved.training
+    assert one.training != manifest("--lr", "0.5").training
+
+
 def test_the_resolved_config_is_a_run_file_of_the_same_run(ppo):
     import tomlkit
 

@@ -10,7 +10,7 @@ from slime_core.manifest import Manifest, build_manifest, check_required, differ
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 
 
-def manifest(fingerprint="aa", **config):
+def manifest(fingerprint="aa", training=None, **config):
     return Manifest(
         slime_core="0.1.0",
         python="3.11",
@@ -21,6 +21,7 @@ def manifest(fingerprint="aa", **config):
         data="d",
         config=config,
         fingerprint=fingerprint,
+        training=training or fingerprint,
     )
 
 
@@ -83,6 +84,12 @@ def test_resume_of_another_run_says_what_differs(tmp_path):
         choose(tmp_path, manifest("bb", train={"lr": 3, "seed": 2}, name="a"), resume=tmp_path / "there")
     with pytest.raises(ConfigError, match=r"another run: data or plugins differ"):
         choose(tmp_path, manifest("bb", train={"lr": 1, "seed": 2}, name="a"), resume=tmp_path / "there")
+
+
+def test_resume_may_change_the_layout_and_a_start_by_itself_may_not(tmp_path):
+    begun(tmp_path / "run", manifest("aa", training="same"))
+    assert choose(tmp_path, manifest("bb", training="same"), resume=tmp_path / "run") == "run"
+    assert choose(tmp_path, manifest("bb", training="same")) == "run-2"
 
 
 def test_fresh_empties_the_folder(tmp_path):

@@ -97,8 +97,8 @@ def test_a_teacher_that_is_missing_or_not_wanted(complaints):
 
 
 def test_a_reward_is_needed_where_something_reads_it(bound, complaints):
-    assert bound(*OPD, text=WITHOUT_REWARD).reward is None
-    assert bound(*SFT, text=WITHOUT_REWARD).reward is None
+    assert bound(*OPD, text=WITHOUT_REWARD).rewards == ()
+    assert bound(*SFT, text=WITHOUT_REWARD).rewards == ()
     only(complaints(text=WITHOUT_REWARD), r'reward: algorithm "grpo" needs one')
     beside = ("--advantage-terms", "reverse_kl", "--opd-teacher-load", "teacher")
     only(complaints(*beside, text=WITHOUT_REWARD), r'reward: algorithm "grpo" needs one')

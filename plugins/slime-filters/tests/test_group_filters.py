@@ -7,7 +7,7 @@ from slime_core.batch.assemble import assemble
 from slime_core.batch.denominators import loss_weights
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import FilterDecision
-from slime_core.rollout.accepted import judge, marked
+from slime_core.rollout.judging import judge, marked
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_filters.plugin import Length, NonzeroStd, OverlongFilter, PassRateBand

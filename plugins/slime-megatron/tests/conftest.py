@@ -2,17 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-TIMEOUT_S = 400
+TIMEOUT_S = 900
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -51,3 +54,85 @@ def run_layouts(out, cases):
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return Layouts(out, cases)
+
+
+SLIME = [sys.executable, "-W", "ignore", "-c", "from slime_core.cli.main import main; main()"]
+REWARD = """\
+from slime_core.plugin import reward
+
+
+@reward("sevens")
+def sevens(sample) -> float:
+    return sample.response.count("7") / max(sample.response_length, 1)
+"""
+RUN = """\
+name = "sevens"
+plugin = ["reward.py"]
+backend = "megatron"
+engine = "local"
+reward = "sevens"
+algo = "gspo"
+model = { hf_checkpoint = "base" }
+data = { prompt_data = "train.jsonl", input_key = "prompt", label_key = "label" }
+rollout = { rollout_batch_size = 8, n_samples_per_prompt = 8, rollout_max_response_len = 6 }
+train = { num_rollout = 6, lr = 1e-2, adam_eps = 1e-3, num_steps_per_rollout = 2 }
+checkpoint = { save_interval = 3, keep_checkpoints = 9, save_hf = true }
+"""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with run.toml, base/ (a model), data and a reward, and the `slime` command in it."""
+
+    folder: Path
+
+    def slime(self, *words, site=None):
+        """`site`: a folder of installed distributions to put before the others."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if site is not None:
+            env["PYTHONPATH"] = str(site)
+        return subprocess.run(
+            [*SLIME, *words], cwd=self.folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+
+    def run(self, *words, **more):
+        done = self.slime("run", "run.toml", *words, **more)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    def refused(self, *words, **more):
+        """What it says, in one paragraph."""
+        done = self.slime("run", "run.toml", *words, **more)
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr, done.stderr
+        _, found, told = done.stderr.rpartition("error: ")
+        assert found, done.stderr
+        return told
+
+    def metrics(self, run, axis):
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [record["metrics"] for record in map(json.loads, lines) if record["axis"] == axis]
+
+    def rewards(self, run):
+        return [metrics["rollout/raw_reward"] for metrics in self.metrics(run, "rollout/step")]
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory):
+    from slime_core.testing.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="session")
+def make_project(tiny_base):
+    def make(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.toml").write_text(RUN)
+        (folder / "reward.py").write_text(REWARD)
+        rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shutil.copytree(tiny_base, folder / "base")
+        return Project(folder)
+
+    return make

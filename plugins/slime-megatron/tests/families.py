@@ -120,13 +120,13 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-def make_family(folder: Path, name: str) -> Path:
+def make_family(folder: Path, name: str, *, seed: int = 11) -> Path:
     """Weights far from zero, so that a wrong norm, gate or position shows."""
     model_type, sizes = FAMILIES[name]
     config = AutoConfig.for_model(model_type, **{**COMMON, **sizes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():

@@ -24,6 +24,16 @@ SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_eps=1e-2)
 
 
+def load_torch_dist(backend: Any, folder: Path) -> None:
+    """As another program with Megatron would."""
+    from megatron.core import dist_checkpointing
+
+    from slime_megatron.checkpoint import model_state, put_model
+
+    chunks = backend._trainer.bare
+    put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder)))
+
+
 def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
     place = Place(
         model=Path(case["model"]), rank=rank, world_size=case["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
@@ -33,6 +43,8 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
     adam = case.get("adam", False)
     with opened(Megatron.build(config), place, optimizer=ADAM if adam else SGD) as one:
         layout = one.layout
+        if (folder := case.get("convert")) is not None:
+            load_torch_dist(one.backend, Path(folder))
         mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
         # Every rank has as many micro-batches, uneven, of which one is empty.
         split = (mine[:2], mine[2:], (), mine[:0]) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:], ())

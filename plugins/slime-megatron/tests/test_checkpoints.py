@@ -7,7 +7,9 @@ import torch
 from families import make_family
 
 from slime_core.errors import CheckpointError
-from slime_core.testing.tiny_training import ADAM, SGD, Place, TrainingBatch, objective_of, opened
+from slime_core.objective.loss import TokenObjective
+from slime_core.testing.objectives import EVERY_NEED
+from slime_core.testing.tiny_training import ADAM, SGD, Place, SquaredError, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
 
 pytestmark = pytest.mark.megatron
@@ -99,6 +101,26 @@ def test_saved_before_the_first_step(folder, saved):
             return one.weights()
 
     straight, resumed = weights(False), weights(True)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+def test_a_critic_goes_on(folder, tmp_path):
+    training = TrainingBatch.make()
+    objective = TokenObjective(loss=SquaredError(), needs=EVERY_NEED, reads_values=True)
+
+    def opened_critic():
+        return opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM, head="value")
+
+    with opened_critic() as one:
+        one.backend.train_step(training.micros(), objective)
+        one.backend.save(tmp_path)
+        one.backend.train_step(training.micros(), objective)
+        straight = one.weights()
+    with opened_critic() as one:
+        one.backend.load(tmp_path)
+        one.backend.train_step(training.micros(), objective)
+        resumed = one.weights()
+    assert {"score.weight", "score.bias"} <= set(resumed)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
 
 

@@ -35,6 +35,8 @@ EXPERTS = {
     "dp2-ep2": (2, EP2),
     "tp2-sp": (2, SP2),
     "tp2-sp-ep2": (2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    "pp2": (2, PP2),
+    "cp2": (2, CP2),
     "cp2-ep2": (2, {**CP2, **EP2}),
     "dp2-tp2-sp-ep2": (4, {**SP2, **EP2}),
     "dp2-pp2-ep2": (4, {**PP2, **EP2}),
@@ -45,8 +47,26 @@ LATENT = {
     "cp2": (2, CP2),
     "dp2-ep2": (2, EP2),
 }
-SANDWICH = {"tp2": (2, TP2), "tp2-sp": (2, SP2), "pp2": (2, PP2)}
-MODELS = {"qwen3": DENSE, "qwen2.5-tied": SANDWICH, "qwen3-moe": EXPERTS, "deepseek-v3": LATENT, "glm-4": SANDWICH}
+PLAIN = {"tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2)}
+SANDWICH = {**PLAIN, "tp2-sp": (2, SP2)}
+# Auxiliary losses of experts are not linear over micro-batches: they agree where ranks share the same ones.
+BALANCED = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.02,
+}
+SHARED = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2), "tp2-sp-cp2": (4, {**SP2, **CP2})}
+ALWAYS = {"qwen3-moe, balanced": ("qwen3-moe", BALANCED)}
+MODELS = {
+    "qwen3-moe, balanced": SHARED,
+    "qwen3": DENSE,
+    "llama3": PLAIN,
+    "qwen2.5-tied": SANDWICH,
+    "qwen3-moe": EXPERTS,
+    "deepseek-v3": LATENT,
+    "glm-4": SANDWICH,
+    "glm-4.5": LATENT,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +79,11 @@ def made(tmp_path_factory):
 
     def of(family):
         if family not in done:
-            folder = make_family(tmp_path_factory.mktemp("model") / family, family)
+            model, always = ALWAYS.get(family, (family, {}))
+            folder = make_family(tmp_path_factory.mktemp("model") / model, model)
             layouts = {"one": (1, {}), **MODELS[family]}
             cases = {
-                name: {"model": str(folder), "world_size": count, "options": options}
+                name: {"model": str(folder), "world_size": count, "options": {**always, **options}}
                 for name, (count, options) in layouts.items()
             }
             done[family] = run_layouts(tmp_path_factory.mktemp("layouts"), cases)

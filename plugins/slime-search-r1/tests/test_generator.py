@@ -94,7 +94,7 @@ async def played(
         max_context_len=max_context_len,
         client=player,  # type: ignore[arg-type]
         tokenizer=TOKENIZER,
-        evaluation=False,
+        evaluation=True,
         kept=kept,
     )
     (sample,) = await generator.generate(episode)

@@ -1,13 +1,17 @@
-"""What is said of a server that does not answer, and how a paused one is asked how it is."""
+"""What is said of a server that does not answer, how a paused one is asked how it is, and memory by parts."""
 
+import contextlib
 import socket
 import threading
 
+import numpy as np
 import pytest
 from engine_setup import setup_for
 from fake_sglang import FakeSglang
 
-from slime_core.errors import EngineError, EngineUnavailable
+from slime_core.contracts.engine import Memory
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
+from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.connection import Connection, new_pool
 from slime_sglang.plugin import Sglang
 
@@ -52,22 +56,68 @@ async def test_what_reached_nobody_may_be_sent_again(fake):
     assert not isinstance(caught.value, EngineUnavailable)
 
 
-async def test_a_paused_server_is_well(fake, tiny, tmp_path):
+@pytest.fixture
+def engine(fake, tiny, tmp_path):
+    """`engine(server)`: started, on a fake server."""
+
+    @contextlib.asynccontextmanager
+    async def start(server):
+        (tmp_path / "token").write_text("tok")
+        config = Sglang.Config(
+            external_engine_addrs=(server.address,),
+            external_engine_token_file=str(tmp_path / "token"),
+            health_timeout=5,
+        )
+        started = Sglang.build(config)
+        await started.start(setup_for(tiny, tmp_path))
+        try:
+            yield started
+        finally:
+            await started.stop()
+
+    return start
+
+
+async def test_a_paused_server_is_well(fake, engine):
     """After a failed push engines are asked how they are while they are paused."""
     server = fake()
-    (tmp_path / "token").write_text("tok")
-    config = Sglang.Config(
-        external_engine_addrs=(server.address,), external_engine_token_file=str(tmp_path / "token"), health_timeout=5
-    )
-    engine = Sglang.build(config)
-    await engine.start(setup_for(tiny, tmp_path))
-    try:
-        await engine.health()
-        await engine.pause()
-        await engine.health()
-        await engine.resume()
+    async with engine(server) as started:
+        await started.health()
+        await started.pause()
+        await started.health()
+        await started.resume()
         server.behave = "is busy"
         with pytest.raises(EngineUnavailable):
-            await engine.health()
-    finally:
-        await engine.stop()
+            await started.health()
+
+
+async def test_memory_is_given_back_by_parts(fake, engine):
+    """SGLang dies of a tag that was not released, and of one that was released twice."""
+    server = fake()
+    async with engine(server) as started:
+        await started.pause()
+        await started.sleep([Memory.KV_CACHE, Memory.GRAPHS])
+        await started.sleep()
+        with pytest.raises(EngineError, match="need a paused engine"):
+            await started.endpoints()
+        await started.wake([Memory.WEIGHTS])
+        await started.wake([Memory.WEIGHTS])
+        assert len(await started.endpoints()) == 1
+        with pytest.raises(EngineRefused, match="asleep"):
+            await started.generate([ask_for(3)])
+        await started.weights_sent(-1)
+        await started.wake()
+        await started.resume()
+        assert (await started.generate([ask_for(3)]))[0].token_ids.tolist() == [3, 3, 3]
+    told = [(path, options["tags"]) for path, options in server.requests if "memory_occupation" in path]
+    assert told == [
+        ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
+        ("/release_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["weights"]),
+        ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
+    ]
+
+
+def ask_for(count):
+    sampling = SamplingParams(max_new_tokens=count)
+    return GenerateRequest(request_id="r", token_ids=np.array([5], np.int32), sampling=sampling, seed=0)

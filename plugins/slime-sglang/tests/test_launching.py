@@ -53,6 +53,8 @@ def test_options(setup):
     assert (options["tp_size"], options["dtype"], options["random_seed"]) == (2, "bfloat16", 8)
     assert not {"attention_backend", "enable_deterministic_inference", "disable_radix_cache"} & set(options)
     assert options_for(Sglang.Config(pause_mode="retract"), gpu, 0)["disable_radix_cache"]
+    assert options_for(Sglang.Config(), replace(gpu, offload=True), 0)["enable_memory_saver"]
+    assert "enable_memory_saver" not in {**options, **options_for(Sglang.Config(), replace(setup, offload=True), 0)}
     with pytest.raises(EngineError, match="4 devices cannot be shared"):
         options_for(Sglang.Config(servers=3), gpu, 0)
 

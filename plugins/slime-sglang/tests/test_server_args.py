@@ -11,6 +11,7 @@ from slime_core.errors import EngineError
 from slime_sglang.external import read_token
 from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_options
 from slime_sglang.server_args import ServerOption, options_in
+from slime_sglang.transports.plugin import Disk, Distributed, Ipc
 
 OLD = """
 @dataclasses.dataclass
@@ -94,6 +95,9 @@ def test_a_token_file(tmp_path):
         ({"external_engine_addrs": ("a:1", "b:2", "c:3"), "servers": 2}, "not a multiple"),
         ({"external_engine_addrs": ("a:1",), "deterministic": True}, "whoever started"),
         ({"router_options": {"cache_threshold": 0.5}}, "there is no router"),
+        ({"prefill_servers": 1, "router_policy": "random"}, "Say engine.servers = 2 or more"),
+        ({"prefill_servers": 1, "servers": 2}, "a router has to pair the servers"),
+        ({"prefill_servers": 1, "servers": 2, "router_policy": "random", "pause_mode": "retract"}, "is on two servers"),
     ],
 )
 def test_what_does_not_go_together(options, words, monkeypatch):
@@ -107,3 +111,13 @@ def test_a_missing_sglang_is_a_problem(monkeypatch):
     (problem,) = Sglang.problems(SglangOptions())
     assert "not installed" in problem
     assert Sglang.problems(SglangOptions(external_engine_addrs=("host:1",))) == []
+
+
+@pytest.mark.parametrize("driver", [Ipc, Distributed])
+def test_stages_that_cannot_be_told_apart(driver):
+    """SGLang numbers a server's processes by their tensor-parallel rank."""
+    engine = SglangOptions.model_construct(pp_size=2)
+    (problem,) = driver.problems(driver.Config(), engine)
+    assert "engine.pp_size = 2" in problem
+    assert "pp_size = 1" in problem
+    assert driver.problems(driver.Config(), SglangOptions()) == Disk.problems(Disk.Config(), engine) == []

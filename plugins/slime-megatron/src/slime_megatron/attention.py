@@ -114,6 +114,13 @@ def zigzag_part(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
     )
 
 
+def padded_positions(cu_seqlens: Tensor, padded: Tensor, cp_rank: int, cp_size: int) -> Tensor:
+    """(N,) bool: which tokens of a rank's zigzag part fill sequences up. `padded`: their offsets when filled."""
+    held = held_positions(padded, cp_rank, cp_size)
+    sequence = torch.searchsorted(padded[1:].long(), held, right=True)
+    return held - padded[:-1].long()[sequence] >= cu_seqlens.long().diff()[sequence]
+
+
 def with_padding(segments: Segments, padding: int, stride: int) -> Segments:
     """`padding` tokens at the end of every rank's part, a sequence of their own; `stride`: this rank's tokens before,
     as many as on every other rank of the group."""

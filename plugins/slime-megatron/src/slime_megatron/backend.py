@@ -37,7 +37,7 @@ from slime_core.objective.segments import LocalSegments
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
-from slime_megatron.attention import plan_attention, whole_sequences, with_padding, zigzag_part
+from slime_megatron.attention import padded_positions, plan_attention, whole_sequences, with_padding, zigzag_part
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.copies import Values, copied, replaced
@@ -118,7 +118,7 @@ class MegatronBackend(TrainBackend):
             values[name] = copied(local_tensors(bare))
         if setup.head == "value":
             fresh_value_head(bare[-1], setup.seed)
-        table.load(folder, fresh=("score.weight",) if setup.head == "value" else ())
+        table.load(folder, fresh=("score.weight", "score.bias") if setup.head == "value" else ())
         chunks = wrap(bare, config, options, placement, distributed_optimizer=distributed)
         optimizer = make_optimizer(chunks, setup.optimizer, options, placement, distributed=distributed)
         self._trainer = _Trainer(
@@ -211,7 +211,7 @@ class MegatronBackend(TrainBackend):
             result = objective(
                 work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, output)
             )
-            count = torch.tensor(work.tokens.shape[1], dtype=torch.int, device=device)
+            count = work.num_tokens.to(torch.int)
             return result.loss * tokens, count, (result.loss.detach(), result.sums)
 
         for chunk in trainer.chunks:
@@ -242,8 +242,7 @@ class MegatronBackend(TrainBackend):
 
     def _tokens_of_step(self, works: Sequence[Work]) -> float:
         trainer = self._ready
-        count = torch.tensor(float(sum(work.tokens.shape[1] for work in works)), dtype=torch.float64)
-        count = count.to(trainer.placement.device)
+        count = torch.stack([work.num_tokens for work in works]).sum().to(torch.float64)
         dist.all_reduce(count)
         # Every tensor and pipeline rank has counted the same tokens.
         return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
@@ -252,6 +251,7 @@ class MegatronBackend(TrainBackend):
         """This rank's part, on the device, with the plan that is made from its offsets on the host."""
         trainer, layout = self._ready, self._ready.layout
         device = trainer.placement.device
+        whole = micro
         if layout.cp_size > 1:
             micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
             segments = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
@@ -267,7 +267,13 @@ class MegatronBackend(TrainBackend):
             group=trainer.ranks.cp_group,
         )
         tokens = nn.functional.pad(micro.tokens, (0, padding))[None].to(device)
-        return Work(micro=micro.to(device), tokens=tokens, plan=plan, entropy=entropy)
+        stands_for_none = torch.zeros(held, dtype=torch.bool)
+        if layout.cp_size > 1:
+            stands_for_none = padded_positions(whole.cu_seqlens, micro.cu_seqlens, layout.cp_rank, layout.cp_size)
+        stands_for_none = nn.functional.pad(stands_for_none, (0, padding), value=True)[None]
+        return Work(
+            micro=micro.to(device), tokens=tokens, plan=plan, padding=stands_for_none.to(device), entropy=entropy
+        )
 
     def _segments(self, micro: MicroBatch) -> Segments:
         group = self._ready.ranks.cp_group
@@ -361,12 +367,13 @@ def placement_of(options: MegatronOptions, setup: TrainerSetup) -> Placement:
 
 @torch.no_grad()
 def fresh_value_head(chunk: Any, seed: int) -> None:
-    """N(0, 1/(hidden + 1)), as Stiennon et al. 2020 (arXiv 2009.01325, appendix B.1)."""
+    """N(0, 1/(hidden + 1)), bias 0, as Stiennon et al. 2020 (arXiv 2009.01325, appendix B.1)."""
     if chunk.value_head is None:
         return
     weight = chunk.value_head.weight
     fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     weight.copy_(fresh * (weight.shape[1] + 1) ** -0.5)
+    chunk.value_head.bias.zero_()
 
 
 def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:

@@ -73,8 +73,8 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def open_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
-    """Raises ModelError for what cannot be trained, before any weight is read."""
+def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = True) -> ModelFolder:
+    """Raises ModelError for what cannot be trained, before any weight is read. `weights`: they must be there."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder. Give a Hugging Face model folder (config.json, *.safetensors).")
     file = path / "config.json"
@@ -99,10 +99,10 @@ def open_folder(path: Path, *, trust_remote_code: bool = False) -> ModelFolder:
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if raw.get("quantization_config"):
         raise ModelError(f"{file}: its weights are quantised; give a folder with bfloat16 or float32 weights.")
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: it has no weights (*.safetensors).")
     index = path / INDEX
-    if index.is_file():
+    if weights and index.is_file():
         named = set(json.loads(index.read_text())["weight_map"].values())
         if missing := sorted(name for name in named if not (path / name).is_file()):
             raise ModelError(f"{path}: {INDEX} names files that are not there: {', '.join(missing)}.")

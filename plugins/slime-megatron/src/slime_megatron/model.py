@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
@@ -47,7 +47,14 @@ class Work:
     tokens: Tensor
     """(1, N) with padding."""
     plan: AttentionPlan
+    padding: Tensor
+    """(1, N) bool: tokens that stand for none; auxiliary losses of experts leave them out."""
     entropy: EntropyMode = "none"
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """That are there; padding is not."""
+        return (~self.padding).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +70,12 @@ class ValueHead(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         # Each tensor-parallel rank computes the whole gradient, behind a gather.
-        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden.float(), self.weight.float())
+        return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
 class PackedGpt(GPTModel):
@@ -124,6 +132,12 @@ class PackedGpt(GPTModel):
         # The second copy does not count in the norm of gradients.
         weight.shared = self.post_process
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        if self.value_head is None:
+            return dict(super().sharded_state_dict(prefix, sharded_offsets, metadata))
+        # A critic has no language-model head, which Megatron's function for language models looks for.
+        return dict(MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata))
+
     def forward(self, work: Work) -> Tensor:
         packed = PackedPlan(qkv_format="thd" if self.config.multi_latent_attention else "sbhd", plan=work.plan)
         output: Tensor = super().forward(
@@ -132,8 +146,18 @@ class PackedGpt(GPTModel):
             attention_mask=None,
             labels=work,
             packed_seq_params=packed,
+            padding_mask=self.padding_mask(work),
         )
         return output
+
+    def padding_mask(self, work: Work) -> Tensor | None:
+        if self.config.num_moe_experts is None:
+            return None
+        # Megatron divides it over the ranks of sequence parallelism on the first stage alone.
+        if self.pre_process or not self.config.sequence_parallel:
+            return work.padding
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return work.padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _postprocess(self, hidden_states: Tensor, labels: Work, **unused: Any) -> Tensor:
         """`labels` is what `forward` was given."""
@@ -195,9 +219,13 @@ def make_config(
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        "use_cpu_initialization": placement.device.type == "cpu",
+        "use_cpu_initialization": placement.device.type != "cuda",
         "perform_initialization": False,
     }
+    # With calculate_per_token_loss Megatron adds up what ranks make of their parts of the same tokens, after it has divided
+    # by the number of these ranks. Its balance loss is multiplied by the tokens of all of them, and right.
+    if fields.get("moe_z_loss_coeff"):
+        fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
     record = MLATransformerConfig if architecture.mla else TransformerConfig
     try:
         return record(**fields)

@@ -105,6 +105,18 @@ class Megatron(BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = make_config()
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+    layout_options: ClassVar[frozenset[str]] = frozenset(
+        {
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "use_distributed_optimizer",
+        }
+    )
 
     @classmethod
     def build(cls, config: Any) -> TrainBackend:

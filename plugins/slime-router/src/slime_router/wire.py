@@ -117,6 +117,7 @@ class WireCompletion(Completion):
         for name, value in (
             ("request_id", request_id),
             ("engine_index", engine_index),
+            ("queue_s", 0.0),
             ("prompt_token_ids", None),
             ("_parts", parts),
             ("_read", None),

@@ -26,7 +26,7 @@ from slime_sglang.features import Features
 from slime_sglang.generation import RequestIds, Running, version_of
 from slime_sglang.launching import start_server
 from slime_sglang.process import ServerProcess
-from slime_sglang.router import Router, start_router
+from slime_sglang.router import Router, WorkerRole, start_router
 from slime_sglang.scoring import score_body, scored
 from slime_sglang.server.checksum import ACTION
 
@@ -60,6 +60,7 @@ class SglangEngine(RolloutEngine):
         self._setup: EngineSetup | None = None
         self._pool: aiohttp.ClientSession | None = None
         self._servers: list[Connection] = []
+        self._roles: list[WorkerRole] = []
         self._processes: list[ServerProcess] = []
         self._router: Router | None = None
         self._features = Features()
@@ -93,7 +94,9 @@ class SglangEngine(RolloutEngine):
             await self._start_servers(setup, self._pool)
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
-            found = [await Features.of(server, setup) for server in self._servers]
+            # A server that is one half of a pair answers no request alone.
+            pairs = bool(self._config.prefill_servers)
+            found = [await Features.of(server, setup, alone=not pairs) for server in self._servers]
             self._features = found[0].common(found[1:])
             if self._config.pause_mode != "abort" and not self._features.version_spans:
                 raise EngineError(
@@ -101,7 +104,7 @@ class SglangEngine(RolloutEngine):
                     f"token span; SGLang {self._features.sglang_version} does not. Use abort."
                 )
             if self._config.router_policy != "none":
-                self._router = await start_router(self._config, setup, self._pool, self._servers)
+                self._router = await start_router(self._config, setup, self._pool, self._servers, self._roles)
                 self._processes.append(self._router.process)
         except BaseException:
             await self.stop()
@@ -118,6 +121,7 @@ class SglangEngine(RolloutEngine):
     async def _start_servers(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> None:
         if self._config.external_engine_addrs:
             self._servers = connect_external(self._config, setup, pool)
+            self._roles = [WorkerRole()] * len(self._servers)
             return
         starting = [
             asyncio.create_task(start_server(self._config, setup, place, pool)) for place in range(self._config.servers)
@@ -130,7 +134,13 @@ class SglangEngine(RolloutEngine):
             for outcome in await asyncio.gather(*starting, return_exceptions=True):
                 if not isinstance(outcome, BaseException):
                     self._servers.append(outcome.connection)
+                    self._roles.append(self._role_of(len(self._roles), outcome.bootstrap_port))
                     self._processes.append(outcome.process)
+
+    def _role_of(self, place: int, bootstrap_port: int | None) -> WorkerRole:
+        if not self._config.prefill_servers:
+            return WorkerRole()
+        return WorkerRole("prefill" if place < self._config.prefill_servers else "decode", bootstrap_port)
 
     async def _watch_processes(self) -> None:
         """A process that dies ends every request at once, whatever its connections say."""

@@ -31,8 +31,9 @@ class Features:
     version_spans: bool = False
 
     @classmethod
-    async def of(cls, server: Connection, setup: EngineSetup) -> Features:
-        """Asks the server. EngineError if it has another model than the run, or no answer of SGLang's."""
+    async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
+        """Asks the server; one that is not `alone` for no tokens. EngineError if it has another model than the run, or no
+        answer of SGLang's."""
         args = await server.get("/server_info", timeout_s=TIMEOUT_S)
         model = await server.get("/model_info", timeout_s=TIMEOUT_S)
         if not isinstance(args, Mapping) or not isinstance(model, Mapping) or "weight_version" not in model:
@@ -47,7 +48,7 @@ class Features:
             tokenizer=not args.get("skip_tokenizer_init"),
             deterministic=bool(args.get("enable_deterministic_inference")),
             memory_saver=bool(args.get("enable_memory_saver")),
-            version_spans=await reports_spans(server),
+            version_spans=alone and await reports_spans(server),
         )
 
     def common(self, others: Iterable[Features]) -> Features:

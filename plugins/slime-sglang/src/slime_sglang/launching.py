@@ -47,6 +47,8 @@ ON_CPU: Final[Mapping[str, Any]] = {
 class Started:
     connection: Connection
     process: ServerProcess
+    bootstrap_port: int | None = None
+    """Where decoding servers meet a prefilling one."""
 
 
 def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
@@ -96,10 +98,12 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
     if deterministic:
         options["enable_deterministic_inference"] = True
-    if setup.offload:
+    if setup.offload and not on_cpu:
         options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
+    if config.prefill_servers:
+        options["disaggregation_mode"] = "prefill" if place < config.prefill_servers else "decode"
     if not (setup.model_path / "tokenizer_config.json").exists():
         options["skip_tokenizer_init"] = True
     return options | chosen
@@ -135,12 +139,15 @@ async def start_server(config: SglangOptions, setup: EngineSetup, place: int, po
     deadline = time.monotonic() + config.start_timeout
     for attempt in range(1, ATTEMPTS + 1):
         port, token = free_port(), secrets.token_urlsafe(24)
-        own = {"port": port, "nccl_port": free_port(), "api_key": token}
+        own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
+        bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
+        if bootstrap_port is not None:
+            own["disaggregation_bootstrap_port"] = bootstrap_port
         process = ServerProcess(MODULE, options | own, log=log, environment=environment)
         connection = Connection(pool, f"http://127.0.0.1:{port}", token, name)
         try:
             if await is_up(connection, process, deadline):
-                return Started(connection=connection, process=process)
+                return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
         except BaseException:
             process.kill()
             raise

@@ -29,6 +29,9 @@ class SglangOptions(DriverConfig):
     )
     """Starts sglang-router in front of the servers of an engine, with this policy. `consistent_hashing` keeps the
     requests of one session on one server. `none`: requests go to the servers directly."""
+    prefill_servers: int = Field(default=0, ge=0)
+    """That many of the servers only read prompts, and the others only write answers (prefill/decode disaggregation, with
+    sglang-router between them). Keys and values go over `disaggregation_transfer_backend`, which must be installed."""
     router_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
     external_engine_addrs: tuple[str, ...] = ()
@@ -96,6 +99,23 @@ def server_options(config: Any) -> dict[str, Any]:
     return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}
 
 
+def problems_of_prefill(config: SglangOptions) -> list[str]:
+    given = f"engine.prefill_servers = {config.prefill_servers}"
+    problems = []
+    if config.prefill_servers >= config.servers:
+        problems.append(
+            f"{given}, engine.servers = {config.servers}: some servers must be left to write answers. Say engine.servers = "
+            f"{config.prefill_servers + 1} or more."
+        )
+    if config.router_policy == "none":
+        problems.append(f"{given}: a router has to pair the servers. Choose an engine.router_policy.")
+    if config.external_engine_addrs:
+        problems.append(f"{given}: external servers cannot be paired by the run. Leave it out.")
+    if config.pause_mode != "abort":
+        problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Use abort.')
+    return problems
+
+
 class Sglang(EngineDriver):
     """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
 
@@ -129,6 +149,8 @@ class Sglang(EngineDriver):
             )
         if count and config.deterministic is not None:
             problems.append("engine.deterministic: whoever started the external servers has decided it. Leave it out.")
+        if config.prefill_servers:
+            problems += problems_of_prefill(config)
         if config.router_options and config.router_policy == "none":
             problems.append("engine.router_options: there is no router. Choose an engine.router_policy.")
         if (config.dp_size if hasattr(config, "dp_size") else None) not in (None, 1) and not config.enable_dp_attention:

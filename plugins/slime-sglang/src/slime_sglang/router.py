@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import aiohttp
 
@@ -25,6 +25,19 @@ READY_S: Final = 120.0
 POLL_S: Final = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerRole:
+    """What a server does behind a router."""
+
+    kind: Literal["regular", "prefill", "decode"] = "regular"
+    bootstrap_port: int | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        told: dict[str, Any] = {"worker_type": self.kind}
+        return told if self.bootstrap_port is None else told | {"bootstrap_port": self.bootstrap_port}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
     connection: Connection
@@ -38,9 +51,9 @@ class Router:
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self.connection.name}: /workers answers {str(answer)[:300]}") from error
 
-    async def add(self, server: Connection) -> None:
+    async def add(self, server: Connection, role: WorkerRole | None = None) -> None:
         """Puts a server behind it; returns when it gets requests."""
-        body = {"url": server.address, "worker_type": "regular", "api_key": server.token}
+        body = {"url": server.address, "api_key": server.token, **(role or WorkerRole()).body}
         await self.connection.post("/workers", body, timeout_s=30.0)
         await self._until_listed(server.address, listed=True)
 
@@ -66,7 +79,11 @@ class Router:
 
 
 async def start_router(
-    config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession, servers: Sequence[Connection]
+    config: SglangOptions,
+    setup: EngineSetup,
+    pool: aiohttp.ClientSession,
+    servers: Sequence[Connection],
+    roles: Sequence[WorkerRole],
 ) -> Router:
     """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
     port, token = free_port(), secrets.token_urlsafe(24)
@@ -76,6 +93,7 @@ async def start_router(
         "disable_retries": True,
         **config.router_options,
         "worker_urls": [],
+        "pd_disaggregation": bool(config.prefill_servers),
         "policy": config.router_policy,
         "host": "127.0.0.1",
         "port": port,
@@ -90,8 +108,8 @@ async def start_router(
     )
     try:
         await until_up(router)
-        for server in servers:
-            await router.add(server)
+        for server, role in zip(servers, roles, strict=True):
+            await router.add(server, role)
     except BaseException:
         process.kill()
         raise

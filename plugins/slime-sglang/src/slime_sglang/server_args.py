@@ -35,6 +35,8 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "enable_return_routed_experts": "the trainer's routing replay",
         "enable_deterministic_inference": "engine.deterministic",
         "stream_output": "the engine",
+        "disaggregation_mode": "engine.prefill_servers",
+        "disaggregation_bootstrap_port": "the engine: a free one",
     }
 )
 """What a run decides, and where it is said instead."""

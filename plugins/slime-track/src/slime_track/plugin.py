@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,6 @@ from typing import Literal
 from pydantic import Field
 
 from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.example import Example
 from slime_core.contracts.paths import RunPath
 from slime_core.contracts.tracker import Tracker, TrackerDriver
 from slime_core.errors import PluginError
@@ -95,10 +94,6 @@ class Wandb(TrackerDriver):
                 always_use_train_step=config.wandb_always_use_train_step,
             )
         )
-
-    @classmethod
-    def examples(cls, folder: Path) -> Sequence[Example]:
-        return (Example(options={"wandb_always_use_train_step": True}),)
 
 
 class MlflowConfig(DriverConfig):

@@ -75,6 +75,7 @@ class Bridge(ABC):
             "decoder.final_layernorm.weight": Plain(names=("model.norm.weight",)),
             "output_layer.weight": Plain(names=("lm_head.weight",)),
             "value_head.weight": Plain(names=("score.weight",)),
+            "value_head.bias": Plain(names=("score.bias",)),
         }
 
     def norms(self) -> dict[str, Weight]:

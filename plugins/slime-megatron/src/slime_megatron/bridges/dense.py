@@ -1,4 +1,4 @@
-"""Dense decoders: Llama 3, Qwen2.5, Qwen3, GLM-4."""
+"""Dense decoders: Llama 3, Qwen2.5, MiMo, Qwen3, GLM-4."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ class Llama(Bridge):
 class Qwen2(Bridge):
     def architecture(self) -> Architecture:
         return self.common_architecture({**self.common_options(), "add_qkv_bias": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mimo(Qwen2):
+    """MiMo-7B: Qwen2's layout. Its layers of multi-token prediction stay as the folder has them."""
+
+    config_type = "qwen2"
+    ignored = (*Bridge.ignored, r"^model\.mtp_layers\.")
+
+    def architecture(self) -> Architecture:
+        if not getattr(self.config, "attention_bias", True):
+            raise ModelError("the model's config.json says attention_bias = false: not computed for mimo.")
+        return super().architecture()
 
 
 @dataclass(frozen=True, kw_only=True)

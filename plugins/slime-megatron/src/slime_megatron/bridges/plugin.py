@@ -38,6 +38,16 @@ class Qwen2(Family):
         return Qwen2
 
 
+class Mimo(Family):
+    """MiMo-7B."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.dense import Mimo
+
+        return Mimo
+
+
 class Qwen3(Family):
     """Qwen3, dense."""
 

@@ -1,0 +1,249 @@
+"""Model folders to Megatron's torch_dist and back, a layer at a time, without building the model in memory.
+
+A torch_dist checkpoint knows whole tensors and where each part of them lies, not who had which: it can be loaded under any
+layout, so converting between layouts is loading.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from slime_megatron.compiler import no_compiler  # isort: skip
+
+with no_compiler():
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from slime_core.contracts.converter import Checksums, Converter, Piece
+from slime_core.errors import CheckpointError, ModelError
+from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
+from slime_megatron.bridges.bridge import LAYER
+from slime_megatron.checkpoint import STATE, PlainSave
+from slime_megatron.cpu import use_cpu
+from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.layout import Shape
+from slime_megatron.model import PackedGpt, Placement, build_chunks, make_config
+from slime_megatron.plugin import Megatron
+from slime_megatron.transformer_engine import mend_absence
+
+OUTER: Final = "outer"
+"""The piece of embedding, last norm and head."""
+HF: Final = "hf"
+"""Folder in a torch_dist checkpoint of ours: config and tokenizer, no weights."""
+WEIGHTS: Final = "model.safetensors"
+
+
+def piece_of(name: str) -> str:
+    """Of a parameter by its name in the whole model."""
+    found = LAYER.match(name)
+    return f"layer_{found[1]}" if found else OUTER
+
+
+class WholeModel:
+    """The model on one rank, without memory for its weights."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        use_cpu()
+        mend_absence()
+        self.folder = folder
+        architecture = folder.bridge.architecture()
+        placement = Placement(device=torch.device("meta"), dtype=folder.dtype)
+        options: Any = Megatron.Config()
+        config = make_config(architecture, options, Shape(), placement)
+        with torch.device("meta"):
+            (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")
+        assert isinstance(model, PackedGpt)
+        self._state: Mapping[str, Any] = model.sharded_state_dict()
+        self.shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if name in self._state and isinstance(self._state[name], ShardedTensor | ShardedTensorFactory)
+        }
+        self.float32 = {name for name, tensor in model.named_buffers() if tensor.dtype == torch.float32}
+
+    def names(self, piece: Piece) -> list[str]:
+        return [name for name in self.shapes if piece_of(name) == piece.name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self.float32 else self.folder.dtype
+
+    def sharded(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """As Megatron saves or loads them."""
+        return {name: with_data(self._state[name], tensor) for name, tensor in tensors.items()}
+
+    def read(self, state: Path, piece: Piece) -> dict[str, Tensor]:
+        """From a torch_dist folder."""
+        empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name)) for name in self.names(piece)}
+        try:
+            loaded: dict[str, Tensor] = dist_checkpointing.load(self.sharded(empty), str(state))
+        except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{state}: {piece.name} of the model in {self.folder.path} is not there: {error}"
+            ) from error
+        return loaded
+
+
+def with_data(entry: Any, tensor: Tensor) -> Any:
+    if isinstance(entry, ShardedTensorFactory):
+        return replace(entry, data=tensor)
+    return replace(entry, data=tensor, dtype=tensor.dtype)
+
+
+class MegatronConverter(Converter):
+    """What both directions share."""
+
+    def __init__(self) -> None:
+        self._models: dict[Path, WholeModel] = {}
+
+    @abstractmethod
+    def folder(self, source: Path) -> ModelFolder:
+        """Config and bridge of what is converted."""
+
+    def model(self, source: Path) -> WholeModel:
+        if source not in self._models:
+            self._models[source] = WholeModel(self.folder(source))
+        return self._models[source]
+
+    def pieces_of(self, source: Path, num_bytes: int) -> list[Piece]:
+        layers = int(self.folder(source).bridge.config.num_hidden_layers)
+        names = [OUTER, *(f"layer_{layer}" for layer in range(layers))]
+        return [Piece(name=name, num_bytes=num_bytes // len(names)) for name in names]
+
+
+class ToTorchDist(MegatronConverter):
+    """Hugging Face to torch_dist."""
+
+    def folder(self, source: Path) -> ModelFolder:
+        return open_folder(source)
+
+    def pieces(self, source: Path) -> Sequence[Piece]:
+        folder = self.folder(source)
+        return self.pieces_of(source, sum(file.stat().st_size for file in set(folder.files.values())))
+
+    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
+        model = self.model(source)
+        bridge = model.folder.bridge
+        if piece.name == OUTER:
+            model.folder.check([hf for name in model.shapes for hf in bridge.weight(name).names])
+        tensors = {}
+        for name in model.names(piece):
+            weight = bridge.weight(name)
+            whole = weight.join(model.folder.read(weight.names))
+            if tuple(whole.shape) != model.shapes[name]:
+                raise ModelError(
+                    f"{source}: {', '.join(weight.names)} make {tuple(whole.shape)}, but the model of its config.json has "
+                    f"{model.shapes[name]} there."
+                )
+            tensors[name] = whole.to(model.dtype_of(name))
+        strategy = PlainSave("torch_dist", 1)
+        dist_checkpointing.save(
+            model.sharded(tensors), str(folder), sharded_strategy=strategy, validate_access_integrity=False
+        )
+        return {name: checksum_of(tensor) for name, tensor in tensors.items()}
+
+    def finish(self, source: Path, folders: Mapping[str, Path], target: Path) -> None:
+        parts = []
+        for number, folder in enumerate(folders.values()):
+            found = FileSystemReader(folder).read_metadata()
+            moved = {}
+            for file in sorted({info.relative_path for info in found.storage_data.values()}):
+                moved[file] = f"__{number}_{file.rpartition('_')[2]}"
+                if (folder / file).exists():
+                    (folder / file).rename(target / moved[file])
+            storage = {
+                index: replace(info, relative_path=moved[info.relative_path])
+                for index, info in found.storage_data.items()
+            }
+            parts.append(replace(found, storage_data=storage))
+            for name in ("common.pt", "metadata.json"):
+                shutil.copyfile(folder / name, target / name)
+        with (target / ".metadata").open("wb") as file:
+            pickle.dump(joined(parts), file)
+        copy_small_files(source, target / HF)
+
+    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
+        return {name: checksum_of(tensor) for name, tensor in self.model(source).read(target, piece).items()}
+
+
+def joined(parts: Sequence[Metadata]) -> Metadata:
+    """Layers of one kind are parts of one tensor, each in a file of its own."""
+    entries: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    for part in parts:
+        for key, entry in part.state_dict_metadata.items():
+            if key in entries and isinstance(entry, TensorStorageMetadata):
+                entry = replace(entry, chunks=[*entries[key].chunks, *entry.chunks])
+            entries[key] = entry
+        storage |= part.storage_data
+    return replace(parts[0], state_dict_metadata=entries, storage_data=storage, planner_data=None)
+
+
+class FromTorchDist(MegatronConverter):
+    """torch_dist, alone or as the state of a training checkpoint, to Hugging Face."""
+
+    def __init__(self, hf_checkpoint: Path | None) -> None:
+        super().__init__()
+        self._given = hf_checkpoint
+
+    def state(self, source: Path) -> Path:
+        places = (source, source / STATE)
+        found = next((place for place in places if (place / ".metadata").is_file()), None)
+        if found is None:
+            raise CheckpointError(
+                f"{source}: no torch_dist checkpoint there, nor in its folder {STATE}/ (no .metadata)."
+            )
+        return found
+
+    def folder(self, source: Path) -> ModelFolder:
+        place = self._given or self.state(source) / HF
+        if not place.is_dir():
+            raise ModelError(
+                f"{source}: it does not hold the model's config. Say --hf-checkpoint FOLDER for the Hugging Face folder that "
+                "it was trained from."
+            )
+        return open_folder(place, weights=self._given is not None)
+
+    def pieces(self, source: Path) -> Sequence[Piece]:
+        return self.pieces_of(source, sum(file.stat().st_size for file in self.state(source).glob("*.distcp")))
+
+    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
+        model = self.model(source)
+        made: dict[str, Tensor] = {}
+        for name, whole in model.read(self.state(source), piece).items():
+            weight = model.folder.bridge.weight(name)
+            made |= dict(zip(weight.names, (part.contiguous() for part in weight.part(whole)), strict=True))
+        made = {name: tensor.clone() for name, tensor in made.items()}
+        save_file(made, folder / WEIGHTS, metadata={"format": "pt"})
+        return {name: checksum_of(tensor) for name, tensor in made.items()}
+
+    def finish(self, source: Path, folders: Mapping[str, Path], target: Path) -> None:
+        gather_weights([folder / WEIGHTS for folder in folders.values()], target)
+        copy_small_files(self.folder(source).path, target)
+
+    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
+        model = self.model(source)
+        files = file_of(target)
+        names = [hf for name in model.names(piece) for hf in model.folder.bridge.weight(name).names]
+        found = {}
+        for name in names:
+            with safe_open(files[name], framework="pt") as opened:
+                found[name] = checksum_of(opened.get_tensor(name))
+        return found

@@ -1,0 +1,70 @@
+"""Auxiliary losses of experts, beside their formulas over what transformers routes."""
+
+import pytest
+import torch
+from families import load_family, make_family
+
+from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
+from slime_megatron.plugin import Megatron
+
+pytestmark = pytest.mark.megatron
+
+AUX, Z = 0.3, 0.02
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("model") / "qwen3-moe", "qwen3-moe")
+
+
+def step(folder, split, options):
+    training = TrainingBatch.make()
+    with opened(Megatron.build(Megatron.Config(**options)), Place(model=folder)) as one:
+        before = one.weights()
+        one.backend.train_step(training.micros(split), objective_of())
+        return {name: before[name] - tensor for name, tensor in one.weights().items()}
+
+
+def by_formula(folder, split):
+    """Mean over the step's tokens, prompts included, of Switch's load balancing (arXiv 2101.03961, equation 4, for several
+    experts a token) over each micro-batch, and of the router's squared log-sum-exp (arXiv 2202.08906, equation 5)."""
+    model = load_family(folder, torch.float64)
+    config = model.config
+    micros = TrainingBatch.make().micros(split)
+    total = sum(micro.num_tokens for micro in micros)
+    loss = 0.0
+    inputs = {}
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_pre_hook(
+            lambda _, given, number=number: inputs.setdefault(number, []).append(given[0].flatten(0, -2))
+        )
+    for micro in micros:
+        inputs.clear()
+        for start, end in zip(micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
+            model(input_ids=micro.tokens[None, start:end], use_cache=False)
+        for number, layer in enumerate(model.model.layers):
+            logits = torch.cat(inputs[number]) @ layer.mlp.gate.weight.t()
+            probabilities = logits.softmax(-1)
+            chosen = probabilities.topk(config.num_experts_per_tok).indices.flatten()
+            share = torch.bincount(chosen, minlength=config.num_experts).double() / len(chosen)
+            aux = config.num_experts * (probabilities.mean(0) * share).sum()
+            loss = loss + micro.num_tokens / total * (AUX * aux + Z * logits.logsumexp(-1).square().mean())
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("split", [WHOLE, SPLITS[1]], ids=["whole", "uneven"])
+def test_auxiliary_losses_are_means_over_the_steps_tokens(folder, split):
+    plain, balanced = step(folder, split, {}), step(folder, split, BALANCED)
+    expected = by_formula(folder, split)
+    compared = 0
+    for name, gradient in expected.items():
+        if name not in plain or not gradient.abs().max() > 1e-3:
+            continue
+        # Beside the first row of the embedding, which transformers keeps as it is: an empty micro-batch's one token counts.
+        first = 1 if name == "model.embed_tokens.weight" else 0
+        apart = (balanced[name] - plain[name] - gradient)[first:].abs().max()
+        assert apart <= 2e-5 * max(1.0, float(gradient.abs().max())), f"{name} is off by {apart:.3g}"
+        compared += "gate" in name
+    assert compared == 4

@@ -1,0 +1,1 @@
+"""Quantised model folders for rollout engines."""

@@ -1,0 +1,175 @@
+"""Quantised folders beside a float64 oracle of the published layouts, and beside transformers, which reads some of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from slime_core.config.bound import PartSpec
+from slime_core.convert import convert
+from slime_core.errors import ModelError
+from slime_core.registry import Registry
+from slime_core.testing.tiny_model import make_tiny_model
+from slime_core.weight_files import file_of
+
+MATRIX = "model.layers.0.mlp.down_proj.weight"
+E4M3_MAX = 448.0
+
+
+def converter(name, **options):
+    return PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def quantized(model, folder, name, **options):
+    """In this process; the kernel's own part is tried in test_by_the_command."""
+    made = converter(name, **options).build()
+    (piece,) = made.pieces(model)
+    parts, target = folder / "piece", folder / "target"
+    parts.mkdir()
+    target.mkdir()
+    written = made.write(model, piece, parts)
+    made.finish(model, {piece.name: parts}, target)
+    assert made.read_back(model, piece, target) == written
+    return target
+
+
+def tensors(folder):
+    return {name: load_file(file)[name] for name, file in file_of(folder).items()}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def e4m3(numbers):
+    """Rounded to the nearest float8, ties to even, by its definition: 4 exponent bits with bias 7, 3 of mantissa."""
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(numbers), 2.0**-20))), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.clip(np.round(numbers / step) * step, -E4M3_MAX, E4M3_MAX)
+
+
+def assert_float8(weight, scale, expected_scale, original):
+    """`scale`s broadcast over the matrix."""
+    assert weight.dtype == torch.float8_e4m3fn
+    assert np.allclose(scale, expected_scale, rtol=1e-6)
+    got = weight.float().double().numpy()
+    # Beside the middle of two numbers, one float32 division may fall to the other side.
+    wanted = e4m3(original / scale)
+    same = got == wanted
+    assert same.mean() > 0.99
+    assert np.abs(got * scale - original).max() <= np.abs(original).max() / 16 * 1.01
+
+
+def test_fp8_in_blocks(model, tmp_path):
+    made = quantized(model, tmp_path, "fp8", block_size=20)
+    found, original = tensors(made), tensors(model)[MATRIX].double().numpy()
+    scale = found[MATRIX.replace("weight", "weight_scale_inv")]
+    assert scale.dtype == torch.float32
+    # 32 x 48 in blocks of 20: the last ones are cut off.
+    assert tuple(scale.shape) == (2, 3)
+    blocks = np.zeros((2, 3))
+    for row in range(2):
+        for column in range(3):
+            part = original[20 * row : 20 * row + 20, 20 * column : 20 * column + 20]
+            blocks[row, column] = np.abs(part).max() / E4M3_MAX
+    spread = np.kron(scale.double().numpy(), np.ones((20, 20)))[:32, :48]
+    assert_float8(found[MATRIX], spread, np.kron(blocks, np.ones((20, 20)))[:32, :48], original)
+    config = config_of(made)
+    assert config["quant_method"] == "fp8"
+    assert config["weight_block_size"] == [20, 20]
+    assert config["activation_scheme"] == "dynamic"
+    assert config["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_fp8_with_a_scale_for_each_channel_or_one(model, tmp_path, strategy):
+    made = quantized(model, tmp_path, "fp8", strategy=strategy)
+    found, original = tensors(made), tensors(model)[MATRIX].double().numpy()
+    scale = found[MATRIX.replace("weight", "weight_scale")].double().numpy()
+    largest = np.abs(original).max(1, keepdims=True) if strategy == "channel" else np.abs(original).max(keepdims=True)
+    assert scale.shape == ((32, 1) if strategy == "channel" else (1,))
+    assert_float8(found[MATRIX], np.broadcast_to(scale, original.shape), largest / E4M3_MAX, original)
+    group = config_of(made)["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == strategy
+    assert group["input_activations"]["dynamic"] is True
+
+
+def test_int4(model, tmp_path):
+    made = quantized(model, tmp_path, "int4", group_size=16)
+    found, original = tensors(made), tensors(model)[MATRIX].double().numpy()
+    stem = MATRIX.removesuffix("weight")
+    packed = found[stem + "weight_packed"].numpy().astype(np.uint32)
+    scale = found[stem + "weight_scale"].double().numpy()
+    assert found[stem + "weight_shape"].tolist() == [32, 48]
+    assert packed.shape == (32, 6)
+    # Eight numbers in each word, the first in the lowest bits, shifted by eight.
+    numbers = np.stack([(packed >> (4 * place)) & 15 for place in range(8)], -1).reshape(32, 48).astype(np.int64) - 8
+    groups = original.reshape(32, 3, 16)
+    assert np.allclose(scale, np.abs(groups).max(2) / 7.5, rtol=1e-6)
+    expected = np.clip(np.round(groups / scale[:, :, None]), -8, 7).reshape(32, 48)
+    # The largest of a group stands at 7.5 steps, in the middle between two numbers.
+    assert (numbers == expected).mean() > 0.98
+    spread = np.repeat(scale, 16, axis=1)
+    assert (np.abs(numbers * spread - original) <= spread * 0.50001).all()
+    assert config_of(made)["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "bound"), [("fp8", {"strategy": "channel"}, 0.3), ("int4", {"group_size": 16}, 1.5)]
+)
+def test_transformers_reads_it(model, tmp_path, name, options, bound):
+    """Its own loader, with weights made whole again."""
+    made = quantized(model, tmp_path, name, **options)
+    tokens = torch.tensor([[5, 9, 3, 7, 11, 4]])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits.log_softmax(-1)
+        got = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)(tokens).logits.float().log_softmax(-1)
+    apart = float((got - expected).abs().mean())
+    assert 0 < apart < bound
+
+
+def test_what_stays_as_it_is(model, tmp_path):
+    made = quantized(model, tmp_path, "int4", group_size=16, ignore=["lm_head", "embed", r"o_proj$"])
+    found, before = tensors(made), tensors(model)
+    kept = [name for name in before if name in found]
+    assert all(torch.equal(found[name], before[name]) for name in kept)
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(kept)
+    assert not any(name.endswith("mlp.up_proj.weight") for name in kept)
+    assert "model.layers.1.self_attn.o_proj" in config_of(made)["ignore"]
+
+
+def test_by_the_command(model, tmp_path):
+    """The kernel's part: worker processes, the journal, reading back."""
+    news = []
+    done = convert(
+        converter("fp8", block_size=16), model, tmp_path / "fp8", workers=1, tell=lambda *told: news.append(told)
+    )
+    assert (done.num_pieces, done.num_resumed) == (1, 0)
+    assert [what for what, *_ in news] == ["converting"] * 2 + ["comparing"] * 2
+    assert not (tmp_path / "fp8.converting").exists()
+    with pytest.raises(ModelError, match="exists already"):
+        convert(converter("fp8"), model, tmp_path / "fp8", workers=1, tell=print)
+    with pytest.raises(ModelError, match="quantised already"):
+        convert(converter("fp8"), tmp_path / "fp8", tmp_path / "again", workers=1, tell=print)
+
+
+def test_what_cannot_be_quantized(model, tmp_path):
+    with pytest.raises(ModelError, match=r"48 inputs are no multiple of group_size = 128.*--group-size"):
+        quantized(model, tmp_path, "int4")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((model / "config.json").read_text())
+    weights = load_file(model / "model.safetensors")
+    weights[MATRIX][3, 4] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ModelError, match=r"down_proj.weight: it holds numbers that are not finite"):
+        quantized(broken, tmp_path / "other", "fp8")

@@ -1,0 +1,87 @@
+"""The real sglang-router in front of servers that hold no model: sessions, and pairs of prefilling and decoding servers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_setup import setup_for
+
+from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_sglang import launching
+from slime_sglang.plugin import Sglang
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture
+def engine(tiny, tmp_path, monkeypatch):
+    """`engine(**options)`: not started, with three servers behind a router."""
+    monkeypatch.setattr(launching, "MODULE", "fake_sglang")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+    def build(**options):
+        return Sglang.build(Sglang.Config(servers=3, start_timeout=120, **options))
+
+    return build
+
+
+def request(number, session=None):
+    return GenerateRequest(
+        request_id=f"r/{number}",
+        token_ids=np.array([5, 6], np.int32),
+        sampling=SamplingParams(max_new_tokens=3),
+        seed=number,
+        session_id=session,
+    )
+
+
+def served(tmp_path):
+    """What each server was asked, after the engine's own questions."""
+    logs = [tmp_path / "logs" / f"sglang-0-{place}.log" for place in range(3)]
+    return [
+        [json.loads(line.split(" ", 1)[1]) for line in log.read_text().splitlines() if line.startswith("generate ")]
+        for log in logs
+    ]
+
+
+async def test_a_session_stays_on_its_server(engine, tiny, tmp_path):
+    """sglang-router hashes the header that carries the session."""
+    under_test = engine(router_policy="consistent_hashing")
+    await under_test.start(setup_for(tiny, tmp_path, num_devices=3))
+    try:
+        before = [len(found) for found in served(tmp_path)]
+        await under_test.generate([request(number, f"conversation-{number % 4}") for number in range(32)])
+        counts = [len(found) - start for found, start in zip(served(tmp_path), before, strict=True)]
+    finally:
+        await under_test.stop()
+    # Four sessions of eight requests each: wherever they are, they are there together.
+    assert sum(counts) == 32
+    assert all(count % 8 == 0 for count in counts)
+
+
+async def test_prefill_and_decode_are_paired(engine, tiny, tmp_path):
+    """Every request goes to the prefilling server and to one that decodes, with one room; nobody else is asked."""
+    under_test = engine(router_policy="round_robin", prefill_servers=1)
+    await under_test.start(setup_for(tiny, tmp_path, num_devices=3))
+    try:
+        told = [
+            json.loads((tmp_path / "logs" / f"sglang-0-{place}.log").read_text().split("told ", 1)[1].splitlines()[0])
+            for place in range(3)
+        ]
+        assert [options["disaggregation_mode"] for options in told] == ["prefill", "decode", "decode"]
+        port = told[0]["disaggregation_bootstrap_port"]
+        assert [options["disaggregation_bootstrap_port"] for options in told] == [port, None, None]
+        answers = await under_test.generate([request(number) for number in range(8)])
+        assert [len(answer.token_ids) for answer in answers] == [3] * 8
+        prefill, *decode = served(tmp_path)
+        assert {asked["bootstrap_port"] for asked in prefill} == {port}
+        rooms = sorted(asked["bootstrap_room"] for asked in prefill)
+        assert len(set(rooms)) == 8
+        assert sorted(asked["bootstrap_room"] for found in decode for asked in found) == rooms
+        assert all(decode)
+        # Weights go to all of them.
+        await under_test.pause()
+        assert len(await under_test.endpoints()) == 3
+    finally:
+        await under_test.stop()

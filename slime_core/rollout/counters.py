@@ -1,0 +1,18 @@
+"""What middlewares count, for the record of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+
+from slime_core.contracts.middleware import RouterMiddleware
+
+
+def middleware_metrics(middlewares: Mapping[str, RouterMiddleware]) -> dict[str, float]:
+    """Their counters since the start, by name: of all requests, those of steps ahead and of evaluations among them."""
+    return {
+        f"perf/router/{name}/{counter}": float(value)
+        for name, middleware in middlewares.items()
+        for counter, value in middleware.metrics().items()
+        if isinstance(value, Real)
+    }
