@@ -31,6 +31,8 @@ class MultiAgent(Generator):
 
     def __init__(self, config: MultiAgentConfig) -> None:
         self._config = config
+        # Then a partial rollout goes on with its one sample; of several the kernel keeps none.
+        self._is_lone = config.rounds * sum(agent.count for agent in config.agents) == 1
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         self._templates: dict[str, Template] = {}
         for agent in config.agents:
@@ -63,8 +65,10 @@ class MultiAgent(Generator):
         if agent.max_new_tokens is not None:
             budget = min(budget, agent.max_new_tokens)
         trajectory = episode.trajectory(prompt)
-        sampling = replace(episode.sampling, max_new_tokens=budget)
-        trajectory.append_completion(await episode.complete(prompt.token_ids, sampling))
+        if episode.kept is not None and self._is_lone:
+            trajectory.restart_from(episode.kept)
+        sampling = replace(episode.sampling, max_new_tokens=max(0, budget - trajectory.response_length))
+        trajectory.append_completion(await episode.complete(trajectory.tokens, sampling))
         trajectory.counts[f"{agent.name}_tokens"] = trajectory.response_length
         sample = trajectory.finish(metadata={"agent": agent.name})
         # Below zero, so that it is no group's own index.
