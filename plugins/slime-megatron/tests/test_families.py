@@ -3,6 +3,7 @@ bit."""
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +76,26 @@ def test_it_comes_back_to_the_bit(family, tmp_path):
     saved, loaded = (load_family(folder).state_dict() for folder in (tmp_path / "saved", family))
     assert set(saved) == set(loaded)
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-tied"])
+def test_the_padding_token_is_not_trained(name, tmp_path):
+    """Nor is it in transformers, wherever a model samples it; a tied head is."""
+    family = make_family(tmp_path / name, name)
+    plain = TrainingBatch.make()
+    tokens = plain.batch.tokens.copy()
+    tokens[::5] = 0
+    training = replace(plain, batch=replace(plain.batch, tokens=tokens))
+    gradients = training.gradients_by_transformers(load_family(family, torch.float64))
+    with opened_one(family) as one:
+        before = one.weights()
+        one.backend.train_step(training.micros(SPLITS[0]), objective_of())
+        after = one.weights()
+    expected = gradients["model.embed_tokens.weight"]
+    assert bool(expected[0].any()) == (name == "qwen2.5-tied")
+    for weight in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        apart = float((before[weight] - after[weight] - gradients[weight]).abs().max())
+        assert apart <= 1e-4 * max(1.0, float(gradients[weight].abs().max())), f"{weight} is off by {apart:.3g}"
 
 
 @pytest.fixture

@@ -78,6 +78,21 @@ class ValueHead(nn.Module):
         return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
+class KeptRow(torch.autograd.Function):
+    """A matrix as it is, one row of which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone()
+        grad[ctx.row] = 0.0
+        return grad, None
+
+
 class PackedGpt(GPTModel):
     """Its last stage gives (K, T) float32: log-probs and, if asked for, entropies; or values."""
 
@@ -106,6 +121,7 @@ class PackedGpt(GPTModel):
             vp_stage=vp_stage,
         )
         self.true_vocab_size = architecture.vocab_size
+        self.padding = architecture.padding
         self.chunk = chunk
         rotary = PackedRotary(architecture.rotary, config, device)
         if architecture.mla:
@@ -143,6 +159,7 @@ class PackedGpt(GPTModel):
         output: Tensor = super().forward(
             input_ids=work.tokens,
             position_ids=work.plan.position_ids[None],
+            decoder_input=self.embedded(work) if self.pre_process else None,
             attention_mask=None,
             labels=work,
             packed_seq_params=packed,
@@ -150,11 +167,22 @@ class PackedGpt(GPTModel):
         )
         return output
 
+    def embedded(self, work: Work) -> Tensor:
+        """transformers keeps the padding token's embedding as it is. Where that is zero, and a model samples the token, the
+        norm behind it makes a gradient a thousand times as large as all others."""
+        given = {"input_ids": work.tokens, "position_ids": work.plan.position_ids[None]}
+        weight = self.embedding.word_embeddings.weight
+        first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
+        kept = {}
+        if self.padding is not None and 0 <= self.padding - first < len(weight):
+            kept = {"word_embeddings.weight": KeptRow.apply(weight, self.padding - first)}
+        found: Tensor = torch.func.functional_call(self.embedding, kept, kwargs=given)
+        return found
+
     def padding_mask(self, work: Work) -> Tensor | None:
         if self.config.num_moe_experts is None:
             return None
-        # Megatron divides it over the ranks of sequence parallelism on the first stage alone.
-        if self.pre_process or not self.config.sequence_parallel:
+        if not self.config.sequence_parallel:
             return work.padding
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return work.padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]

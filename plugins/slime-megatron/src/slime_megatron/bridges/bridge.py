@@ -38,6 +38,8 @@ class Architecture:
     max_length: int
     tied: bool
     """One weight for embedding and head."""
+    padding: int | None
+    """Token whose embedding is not trained, as in transformers."""
     rotary: Rotary
     mla: bool = False
     sandwich_norms: bool = False
@@ -174,6 +176,7 @@ class Bridge(ABC):
             vocab_size=self.config.vocab_size,
             max_length=self.config.max_position_embeddings,
             tied=bool(self.config.tie_word_embeddings),
+            padding=getattr(self.config, "pad_token_id", None),
             rotary=rotary,
             **more,
         )
