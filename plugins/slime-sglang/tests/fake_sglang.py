@@ -1,6 +1,7 @@
 """A server with SGLang's routes and no model. `python -m fake_sglang` reads its options like the real one's launcher."""
 
 import json
+import os
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,9 +61,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(200, answers.get(self.path, {"success": True, "message": ""}))
 
     def generate(self, options):
-        print(
-            "generate", json.dumps({key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}), flush=True
-        )
+        told = {key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}
+        # One write: threads do not share a line.
+        os.write(1, f"generate {json.dumps(told)}\n".encode())
         behave = self.server.behave
         probe = options.get("input_ids") == [0]
         if behave == "hangs" and not probe:
