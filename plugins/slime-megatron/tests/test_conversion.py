@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import make_family
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from slime_core.config.bound import PartSpec
 from slime_core.convert import convert
@@ -140,10 +141,11 @@ def test_what_the_disk_lost_is_found(model, tmp_path, monkeypatch):
 
     def damaged(self, source, folders, target):
         finish(self, source, folders, target)
-        file = target / "__2_0.distcp"
+        largest = max(FileSystemReader(target).read_metadata().storage_data.values(), key=lambda part: part.length)
+        file = target / largest.relative_path
         content = bytearray(file.read_bytes())
         # Inside of a tensor, behind the header of its archive.
-        content[len(content) // 2] ^= 1
+        content[largest.offset + largest.length // 2] ^= 1
         file.write_bytes(content)
 
     monkeypatch.setattr(ToTorchDist, "finish", damaged)

@@ -18,7 +18,7 @@ from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_core.contracts.converter import Checksums, Converter, Piece
@@ -89,16 +90,27 @@ class WholeModel:
         """As Megatron saves or loads them."""
         return {name: with_data(self._state[name], tensor) for name, tensor in tensors.items()}
 
+    def objects(self, piece: Piece) -> dict[str, Any]:
+        """What Megatron's modules keep beside their parameters: nothing, but it asks for it when it loads."""
+        return {
+            name: entry
+            for name, entry in self._state.items()
+            if isinstance(entry, ShardedObject) and piece_of(name) == piece.name
+        }
+
     def read(self, state: Path, piece: Piece) -> dict[str, Tensor]:
         """From a torch_dist folder."""
         empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name)) for name in self.names(piece)}
         try:
-            loaded: dict[str, Tensor] = dist_checkpointing.load(self.sharded(empty), str(state))
-        except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError) as error:
+            loaded: dict[str, Any] = dist_checkpointing.load(self.sharded(empty), str(state))
+        except (
+            CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError
+        ) as error:  # fmt: skip
             raise CheckpointError(
                 f"{state}: {piece.name} of the model in {self.folder.path} is not there: {error}"
             ) from error
-        return loaded
+        # Of a training checkpoint it gives what ranks have in common as well.
+        return {name: loaded[name] for name in empty}
 
 
 def with_data(entry: Any, tensor: Tensor) -> Any:
@@ -155,7 +167,10 @@ class ToTorchDist(MegatronConverter):
             tensors[name] = whole.to(model.dtype_of(name))
         strategy = PlainSave("torch_dist", 1)
         dist_checkpointing.save(
-            model.sharded(tensors), str(folder), sharded_strategy=strategy, validate_access_integrity=False
+            model.sharded(tensors) | model.objects(piece),
+            str(folder),
+            sharded_strategy=strategy,
+            validate_access_integrity=False,
         )
         return {name: checksum_of(tensor) for name, tensor in tensors.items()}
 

@@ -32,6 +32,7 @@ from slime_core.errors import ConfigError, ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import AttentionPlan, PackedPlan, Take
 from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import PackedRotary, block_spec
 from slime_megatron.layout import Shape
 from slime_megatron.log_probs import EntropyMode, chunk_positions, log_probs_of
@@ -120,6 +121,7 @@ class PackedGpt(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
+        count_without_padding(self)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
         self.chunk = chunk

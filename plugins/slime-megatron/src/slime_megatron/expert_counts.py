@@ -1,0 +1,20 @@
+"""Routers whose bias follows how many tokens each expert got: Megatron-core 0.16.1 gives the count a mask of padding (N,)
+where it wants one that fits the map of (N, experts)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+
+def count_without_padding(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            module._apply_expert_bias = functools.partial(with_column, module._apply_expert_bias)
+
+
+def with_column(count: Callable[..., None], routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    count(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
