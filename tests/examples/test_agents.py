@@ -16,7 +16,7 @@ def test_retool(run_example: RunExample) -> None:
 
 
 def test_multi_agent(run_example: RunExample) -> None:
-    ran = run_example("multi_agent", "--num-rollout", "12")
+    ran = run_example("multi_agent", "--num-rollout", "20")
     assert ran.after["held_out"] > ran.before["held_out"] + 0.08
     assert ran.after["without_note"] < 0.2
 

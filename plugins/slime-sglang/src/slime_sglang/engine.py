@@ -196,7 +196,13 @@ class SglangEngine(RolloutEngine):
         await self._ask_health("/server_info")
 
     async def _ask_health(self, path: str) -> None:
-        await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
+        try:
+            await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
+        except EngineError:
+            # Of a process that has just died, its end is told, rather than what its connections say.
+            await asyncio.sleep(2 * WATCH_S)
+            self._ready()
+            raise
 
     @property
     def _name(self) -> str:
