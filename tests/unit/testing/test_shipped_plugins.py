@@ -51,7 +51,8 @@ def test_it_keeps_its_contracts(tmp_path, dists, new):
     assert not ran.failed, "\n\n".join(f"{case}\n{text}" for case, text in ran.failed.items())
     assert ran.code == 0, ran.out
     for dist in dists:
-        assert any(f"[{dist}/" in case for case in ran.passed), f"nothing of {dist} was run"
+        # Converters and hooks have the properties of every entry alone; whether all cases of a kind ran, the kit knows.
+        assert any(f"[{dist}/" in case or f":{dist}/" in case for case in ran.passed), f"nothing of {dist} was run"
 
 
 def test_nothing_that_ships_is_left_out():
