@@ -37,7 +37,9 @@ async def start_engines(
     limit = materials.model_config.get("max_position_embeddings") or 2**20
     on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
 
-    def specs(engine: Part, model: Path, indices: range, num_devices: int, *, offload: bool) -> list[EngineWorkerSpec]:
+    def specs(
+        engine: Part, model: Path, indices: range, num_devices: int, *, offload: bool, true_on_policy: bool = False
+    ) -> list[EngineWorkerSpec]:
         return [
             EngineWorkerSpec(
                 agreement=agreement,
@@ -53,6 +55,7 @@ async def start_engines(
                     trust_remote_code=config.model.trust_remote_code,
                     num_devices=num_devices,
                     offload=offload,
+                    true_on_policy=true_on_policy,
                 ),
             )
             for index in indices
@@ -66,6 +69,7 @@ async def start_engines(
             range(count),
             config.launcher.rollout_num_gpus_per_engine,
             offload=config.launcher.offloads_rollout(device),
+            true_on_policy=run.algo.keys.true_on_policy_mode,
         )
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)

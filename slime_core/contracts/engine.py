@@ -45,6 +45,9 @@ class Capability(StrEnum):
     """Gives the log-probs of tokens that it is given, as a teacher does."""
     REPLAY = "replay"
     """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
+    TRUE_ON_POLICY = "true_on_policy"
+    """Told to (`EngineSetup.true_on_policy`), it computes with the kernels of `slime_core.invariant` alone: the log-probs of
+    what it decoded are those of a trainer that does so too, to the bit."""
 
 
 class Memory(StrEnum):
@@ -73,6 +76,8 @@ class EngineSetup:
     """Devices of this engine; on a CPU processes that share its cores."""
     offload: bool = False
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
+    true_on_policy: bool = False
+    """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
