@@ -47,6 +47,7 @@ class EngineEpisode:
         evaluation: bool,
         kept: Sample | None = None,
         scorer: Scorer | None = None,
+        versions: Callable[[], range] = lambda: range(1),
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
@@ -67,6 +68,11 @@ class EngineEpisode:
         self._client = client
         self.kept = kept
         self._scorer = scorer
+        self._versions = versions
+
+    @property
+    def versions(self) -> range:
+        return self._versions()
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
         started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
