@@ -52,6 +52,7 @@ async def start_engines(
                     run_dir=run_dir,
                     trust_remote_code=config.model.trust_remote_code,
                     num_devices=num_devices,
+                    num_nodes=config.launcher.nodes_of(num_devices),
                     offload=offload,
                 ),
             )

@@ -32,6 +32,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         sampling,
         transport,
         colocation,
+        engines_over_nodes,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -259,6 +260,24 @@ def colocation(run: BoundRun) -> list[str]:
         problems.append(
             f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
         )
+    return problems
+
+
+def engines_over_nodes(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
+    if run.teacher is not None:
+        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    for key, engine, num_devices in engines:
+        if launcher.nodes_of(num_devices) == 1:
+            continue
+        asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
+        if launcher.name == "local":
+            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
+        if not engine.driver.spans_nodes:
+            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
+        if num_devices % launcher.num_gpus_per_node:
+            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
     return problems
 
 

@@ -70,9 +70,21 @@ class EngineSetup:
     run_dir: Path
     trust_remote_code: bool = False
     num_devices: int = 1
-    """Devices of this engine; on a CPU processes that share its cores."""
+    """Devices of this engine, on all its machines; on a CPU processes that share its cores."""
+    host: str = "127.0.0.1"
+    """This machine's address, as whoever talks to the engine reaches it; the loopback where all are on one machine."""
+    num_nodes: int = 1
+    """Machines that the engine spans, with equally many devices on each."""
+    node_rank: int = 0
+    """Which of them this is. The first one serves; on the others nothing but `start`, `health` and `stop` is called."""
+    rendezvous: str | None = None
+    """HOST:PORT on the first one, where they meet."""
     offload: bool = False
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
+
+    @property
+    def devices_here(self) -> int:
+        return self.num_devices // self.num_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +198,8 @@ class RolloutEngine(ABC):
 class EngineDriver(Driver[RolloutEngine]):
     transports: ClassVar[tuple[str, ...]] = ()
     """Names of weight transports that it understands, the preferred one first."""
+    spans_nodes: ClassVar[bool] = False
+    """One engine may have devices on several machines."""
     may_offer: ClassVar[frozenset[Capability]] = frozenset()
     """What an installation of it can offer at best; `EngineInfo` says what it does offer."""
 

@@ -131,6 +131,8 @@ class Sglang(EngineDriver):
         }
     )
 
+    spans_nodes = True
+
     @classmethod
     def problems(cls, config: Any) -> list[str]:
         problems = []
