@@ -26,7 +26,9 @@ LEVELS = [
         "event_log",
         "run_folder",
         "schedule",
+        "serving",
         "tracking",
+        "training",
         "weight_files",
     },
     {"loop", "evaluate", "plan"}

@@ -18,6 +18,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -26,7 +27,6 @@ from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
-from slime_fsdp.log_probs import EntropyMode
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,

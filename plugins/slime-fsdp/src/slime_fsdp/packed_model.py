@@ -21,11 +21,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
 from slime_core.onednn import onednn_available, use_onednn
+from slime_core.training.head import EntropyMode, chunk_positions
+from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, is_trained_with_adapters
-from slime_fsdp.attention import PACKED, AttentionPlan, Take
+from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
-from slime_fsdp.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.plugin import FsdpConfig
 
 

@@ -34,6 +34,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -43,7 +44,6 @@ from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.copies import Values, copied, replaced
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
-from slime_megatron.log_probs import EntropyMode
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions

@@ -29,13 +29,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from slime_core.errors import ConfigError, ModelError
+from slime_core.training.head import EntropyMode, chunk_positions
+from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
-from slime_megatron.attention import AttentionPlan, PackedPlan, Take
+from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import PackedRotary, block_spec
 from slime_megatron.layout import Shape
-from slime_megatron.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
 

@@ -488,12 +488,11 @@ class SglangEngine(RolloutEngine):
         versions before. EngineError if a server has another version."""
         self._order.incomplete = False
         self._version = version
-        held = await self._versions()
+        flushed = self._servers if self._config.pause_mode == "abort" else ()
+        held, *_ = await asyncio.gather(self._versions(), *(self._flush(server) for server in flushed))
         if set(held) != {version}:
             self._order.incomplete = True
             raise EngineError(f"{self._name}: version {version} was loaded, but its servers say {held}.")
-        if self._config.pause_mode == "abort":
-            await asyncio.gather(*(self._flush(server) for server in self._servers))
 
     async def _flush(self, server: Connection) -> None:
         for attempt in range(FLUSH_TRIES):
