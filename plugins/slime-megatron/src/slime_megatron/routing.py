@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from slime_core.contracts.backend import RoutingReplay
 from slime_core.errors import ConfigError, ModelError, TrainingError
+from slime_core.training.key_gather import ALL_GATHER
 from slime_core.types.microbatch import MicroBatch
-from slime_megatron.attention import ALL_GATHER
 
 
 class Choices:
@@ -188,6 +187,5 @@ class Routing:
 def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n, L, K) of every rank, one after the other."""
     out = rows.new_empty((len(rows) * group.size(), *rows.shape[1:]))
-    gather: Any = ALL_GATHER
-    gather(out, rows.contiguous(), group=group)
+    ALL_GATHER(out, rows.contiguous(), group=group)
     return out
