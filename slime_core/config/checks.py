@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -30,6 +31,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         needs,
         corrections,
         sampling,
+        routing_replay,
         transport,
         colocation,
         engines_over_nodes,
@@ -226,6 +228,42 @@ def sampling(run: BoundRun) -> list[str]:
         for key, (value, off) in cut.items()
         if value != off
     ]
+
+
+def routing_replay(run: BoundRun) -> list[str]:
+    asked, policy = run.routing_replay, run.roles[0]
+    if asked is None:
+        return []
+    key = {RoutingReplay.RECORDED: "use_routing_replay", RoutingReplay.ROLLOUT: "use_rollout_routing_replay"}[asked]
+    where, problems = f"train.{key} = true", []
+    if asked not in policy.backend.driver.replays:
+        others = sorted(policy.backend.driver.replays)
+        problems.append(
+            f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
+            "experts. Leave it out, or use a backend that does."
+        )
+    if asked is RoutingReplay.ROLLOUT:
+        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
+            problems.append(
+                f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
+                "the trainer's own choice, or use an engine that tells."
+            )
+        return problems
+    if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
+        problems.append(
+            f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
+            "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
+        )
+    if run.config.train.load_debug_train_data is not None:
+        problems.append(
+            f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
+        )
+    if run.config.train.on_nonfinite == "skip":
+        problems.append(
+            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
+            "where the choices of experts are. Leave one of them out."
+        )
+    return problems
 
 
 def transport(run: BoundRun) -> list[str]:

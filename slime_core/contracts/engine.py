@@ -38,6 +38,7 @@ class Capability(StrEnum):
     TOP_P_IDS = "top_p_ids"
     """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
     ROUTED_EXPERTS = "routed_experts"
+    """Tells which experts the router of each layer chose for a token, where `EngineSetup.routed_experts` asks for it."""
     VERSION_SPANS = "version_spans"
     """Reports the policy version of each token span, also when weights change under a running request."""
     SLEEP = "sleep"
@@ -81,6 +82,8 @@ class EngineSetup:
     """HOST:PORT on the first one, where they meet."""
     offload: bool = False
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
+    routed_experts: bool = False
+    """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
 
     @property
     def devices_here(self) -> int:

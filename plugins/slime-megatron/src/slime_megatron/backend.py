@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from slime_megatron.model import Placement, Work, build_chunks, check_copy_shape
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions
 from slime_megatron.process import Ranks, join
+from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
 from slime_megatron.weights import WeightTable, local_tensors, write_folder
 
@@ -70,6 +71,7 @@ class _Trainer:
     tensors: dict[str, Tensor]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    routing: Routing | None
     copies: dict[str, Values] = field(default_factory=dict)
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
@@ -135,6 +137,7 @@ class MegatronBackend(TrainBackend):
             tensors=local_tensors(bare),
             optimizer=optimizer,
             schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
+            routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
             copies=values,
         )
         self._connect()
@@ -156,30 +159,45 @@ class MegatronBackend(TrainBackend):
         if weights != ACTOR:
             self._check_copy(weights)
         with nullcontext() if weights == ACTOR else replaced(trainer.tensors, trainer.copies[weights]):
-            return self._score(micros, "metric" if entropy else "none")
+            return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
-    def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode) -> list[Scores]:
+    def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
+        """`trained`: they are the trained weights, whose choice of experts may be replayed."""
         trainer = self._ready
-        works = [self._prepare(micro, entropy) for micro in micros]
+        routing = trainer.routing if trained else None
+        if routing is not None:
+            routing.begin_scores()
+        works = [
+            self._prepare(micro, entropy, None if routing is None or routing.records else routing) for micro in micros
+        ]
 
         def keep(work: Work, output: Tensor, non_loss_data: bool = True) -> tuple[Work, Tensor]:
             return work, output.cpu()
 
         # Megatron wants equally many calls of every virtual stage, in multiples of the stages.
-        found = self._run(works, keep, forward_only=True)
+        found = self._run(works, keep, forward_only=True, records=trained)
         if not found:
             return [no_scores(trainer.setup.head, entropy) for _ in works]
         return [scores_of(trainer.setup.head, work, output) for work, output in found]
 
-    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool) -> list[Any]:
-        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage."""
+    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool, records: bool = False) -> list[Any]:
+        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage. `records`: what routers
+        choose may be replayed later."""
         trainer = self._ready
+        routing, device = trainer.routing, trainer.placement.device
         for chunk in trainer.chunks:
             chunk.train(not forward_only)
 
         def forward_step(source: Iterator[Work], chunk: nn.Module) -> tuple[Tensor, Any]:
             work = next(source)
-            return chunk(work=work), lambda output, **told: finish(work, output, **told)
+            if routing is None:
+                return chunk(work=work), lambda output, **told: finish(work, output, **told)
+            number = next(number for number, known in enumerate(trainer.chunks) if known is chunk)
+            routing.before(number, work.experts, training=not forward_only, device=device)
+            output = chunk(work=work)
+            if records and routing.records:
+                routing.keep(number, work.micro, trainer.layout.cp_size)
+            return output, lambda output, **told: finish(work, output, **told)
 
         sources = [iter(works) for _ in trainer.chunks]
         with torch.no_grad() if forward_only else nullcontext():
@@ -193,6 +211,9 @@ class MegatronBackend(TrainBackend):
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if routing is not None:
+            frozen = self._config.freeze_params_name_list or self._config.only_train_params_name_list
+            routing.end(all_trained=not frozen)
         return found
 
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
@@ -202,7 +223,7 @@ class MegatronBackend(TrainBackend):
         entropy: EntropyMode = "none"
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
-        works = [self._prepare(micro, entropy) for micro in micros]
+        works = [self._prepare(micro, entropy, trainer.routing) for micro in micros]
         # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
         # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
         tokens = self._tokens_of_step(works)
@@ -247,7 +268,7 @@ class MegatronBackend(TrainBackend):
         # Every tensor and pipeline rank has counted the same tokens.
         return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
 
-    def _prepare(self, micro: MicroBatch, entropy: EntropyMode) -> Work:
+    def _prepare(self, micro: MicroBatch, entropy: EntropyMode, replayed: Routing | None) -> Work:
         """This rank's part, on the device, with the plan that is made from its offsets on the host."""
         trainer, layout = self._ready, self._ready.layout
         device = trainer.placement.device
@@ -272,7 +293,12 @@ class MegatronBackend(TrainBackend):
             stands_for_none = padded_positions(whole.cu_seqlens, micro.cu_seqlens, layout.cp_rank, layout.cp_size)
         stands_for_none = nn.functional.pad(stands_for_none, (0, padding), value=True)[None]
         return Work(
-            micro=micro.to(device), tokens=tokens, plan=plan, padding=stands_for_none.to(device), entropy=entropy
+            micro=replace(micro, routed_experts=None).to(device),
+            tokens=tokens,
+            plan=plan,
+            padding=stands_for_none.to(device),
+            entropy=entropy,
+            experts=() if replayed is None else replayed.ids_of(micro),
         )
 
     def _segments(self, micro: MicroBatch) -> Segments:

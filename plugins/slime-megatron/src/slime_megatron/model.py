@@ -53,6 +53,8 @@ class Work:
     padding: Tensor
     """(1, N) bool: tokens that stand for none; auxiliary losses of experts leave them out."""
     entropy: EntropyMode = "none"
+    experts: tuple[Tensor, ...] = ()
+    """Whose ids routers go by, for each piece of the model, on the host; none: their own scores'."""
 
     @property
     def num_tokens(self) -> Tensor:

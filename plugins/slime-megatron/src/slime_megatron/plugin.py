@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from pydantic import Field, create_model, field_validator
 
-from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
+from slime_core.contracts.backend import BackendDriver, Layout, RoutingReplay, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
@@ -105,6 +105,7 @@ class Megatron(BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = make_config()
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+    replays: ClassVar[frozenset[RoutingReplay]] = frozenset(RoutingReplay)
     layout_options: ClassVar[frozenset[str]] = frozenset(
         {
             "tensor_model_parallel_size",

@@ -107,6 +107,8 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
         options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if setup.routed_experts:
+        options["enable_return_routed_experts"] = True
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
     if config.prefill_servers:

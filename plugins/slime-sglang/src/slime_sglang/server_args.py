@@ -32,7 +32,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "base_gpu_id": "launcher: the devices of the engine",
         "gpu_id_step": "launcher: the devices of the engine",
         "skip_server_warmup": "the engine",
-        "enable_return_routed_experts": "the trainer's routing replay",
+        "enable_return_routed_experts": "train.use_rollout_routing_replay",
         "enable_deterministic_inference": "engine.deterministic",
         "stream_output": "the engine",
         "disaggregation_mode": "engine.prefill_servers",

@@ -1,8 +1,8 @@
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
 Everywhere: two more actions of /weights_checker, and checks before weights are loaded from a folder of slime's. On a
-CPU, where they are missing: the three parts that sampling by seed needs. A server that somebody else started has none
-of this.
+CPU, where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that
+somebody else started has none of this.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def register_hooks(*, on_cpu: bool) -> None:
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
         )
+        HookRegistry.register(
+            "sglang.srt.mem_cache.pool_host.common._cuda_host_register", leave_unregistered, HookType.AROUND
+        )
         allow_native_attention()
         define_hash()
 
@@ -54,6 +57,10 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """SGLang's batch-invariant kernels are Triton's, which a CPU cannot run."""
     KEPT.append(use_row_blocks())
+
+
+def leave_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Memory of a host without a GPU has nothing to be registered with: expert ids are kept in such."""
 
 
 def allow_native_attention() -> None:
