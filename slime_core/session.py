@@ -121,6 +121,13 @@ class Session:
     def policy(self) -> Trainers:
         return next(iter(self.roles.values()))
 
+    @property
+    def trained_versions(self) -> range:
+        """Policy versions whose tokens may be trained now, the policy's own last. What engines write that were never brought
+        any weights has version -1."""
+        oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
+        return range(oldest, self.state.version + 1)
+
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
         await self.residency.rollout()

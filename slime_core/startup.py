@@ -228,10 +228,11 @@ async def assemble_session(
             rewards=rewards,
             on_failure=partial(on_failure, evaluation=settings.evaluation),
             on_trace=trace.add,
+            versions=lambda: session.trained_versions,
         )
 
     source = materials.source or NoSource()
-    return Session(
+    session = Session(
         run=run,
         event=event,
         folder=folder,
@@ -261,6 +262,7 @@ async def assemble_session(
         faults=failures,
         trace=trace,
     )
+    return session
 
 
 async def start_trained(

@@ -46,6 +46,9 @@ class Capability(StrEnum):
     """Gives the log-probs of tokens that it is given, as a teacher does."""
     REPLAY = "replay"
     """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
+    TRUE_ON_POLICY = "true_on_policy"
+    """Told to (`EngineSetup.true_on_policy`), it computes with the kernels of `slime_core.invariant` alone: the log-probs of
+    what it decoded are those of a trainer that does so too, to the bit."""
 
 
 class Memory(StrEnum):
@@ -84,6 +87,8 @@ class EngineSetup:
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
     routed_experts: bool = False
     """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
+    true_on_policy: bool = False
+    """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
 
     @property
     def devices_here(self) -> int:

@@ -40,6 +40,10 @@ class Episode(Protocol):
         """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
 
     @property
+    def versions(self) -> range:
+        """Policy versions whose tokens may be trained now, the policy's own last."""
+
+    @property
     def kept(self) -> Sample | None:
         """What a partial rollout left of this answer."""
 
