@@ -44,6 +44,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-agents": ("retool", "multi_agent", "openai_agent"),
         "slime-buffer-service": ("outside_agents",),
     },
+    groups.SOURCES: {"slime-sources": ("stream", "curriculum", "sums")},
     groups.MIDDLEWARES: {
         "slime-router": (
             "radix_cache",

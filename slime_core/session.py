@@ -403,6 +403,7 @@ class Session:
     def _groups_finished(
         self, step: int, accepted: Sequence[SampleGroup], refused: Sequence[tuple[SampleGroup, str]]
     ) -> None:
+        self.buffer.source.observe([*accepted, *(group for group, _ in refused)])
         rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
         self.hooks.groups_finished(event)

@@ -67,6 +67,10 @@ class Generator(ABC):
     """Stateless between episodes; many episodes run at once in one event loop, so nothing may block. A run builds one for
     each set of options; training and evaluation sets with equal ones share it."""
 
+    async def open(self) -> None:
+        """Once, while trainers and engines start: PluginError, with what to type, if what it depends on is not there."""
+        return
+
     @abstractmethod
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         """At least one sample. Samples of one episode share its rollout id unless the generator says otherwise."""

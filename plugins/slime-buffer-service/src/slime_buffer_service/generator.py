@@ -24,7 +24,7 @@ BACKLOG: Final = 1024
 
 
 class OutsideAgents(Generator):
-    """The server is started by the first answer, and ended by `close`."""
+    """The server is there from `open` to `close`."""
 
     def __init__(self, config: OutsideAgentsConfig) -> None:
         self._config = config
@@ -34,10 +34,13 @@ class OutsideAgents(Generator):
         self._server: InLoopServer | None = None
         self.url = ""
 
-    async def generate(self, episode: Episode) -> Sequence[Sample]:
+    async def open(self) -> None:
         async with self._starting:
             if self._server is None:
                 await self._start()
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        await self.open()
         started = episode.trajectory()
         room = episode.sampling.max_new_tokens
         if episode.max_context_len is not None:
