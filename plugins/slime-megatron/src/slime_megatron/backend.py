@@ -47,6 +47,7 @@ from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions
+from slime_megatron.prediction import ahead_of
 from slime_megatron.process import Ranks, join
 from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
@@ -72,6 +73,8 @@ class _Trainer:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     routing: Routing | None
+    num_ahead: int
+    """Layers of multi-token prediction."""
     copies: dict[str, Values] = field(default_factory=dict)
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
@@ -137,6 +140,7 @@ class MegatronBackend(TrainBackend):
             tensors=local_tensors(bare),
             optimizer=optimizer,
             schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
+            num_ahead=options.mtp_num_layers if setup.head == "lm" else 0,
             routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
             copies=values,
         )
@@ -223,17 +227,26 @@ class MegatronBackend(TrainBackend):
         entropy: EntropyMode = "none"
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
-        works = [self._prepare(micro, entropy, trainer.routing) for micro in micros]
+        works = [self._prepare(micro, entropy, trainer.routing, ahead=True) for micro in micros]
         # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
         # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
-        tokens = self._tokens_of_step(works)
+        tokens = self._over_ranks([work.num_tokens for work in works])
+        targets = self._targets_ahead(works)
 
-        def finish(work: Work, output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        def finish(
+            work: Work, output: Tensor | tuple[Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+            scored, ahead = output if isinstance(output, tuple) else (output, None)
             result = objective(
-                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, output)
+                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, scored)
             )
             count = work.num_tokens.to(torch.int)
-            return result.loss * tokens, count, (result.loss.detach(), result.sums)
+            loss, sums = result.loss, result.sums
+            if ahead is not None:
+                means = ahead / targets
+                loss = loss + self._config.mtp_loss_scaling_factor * means.mean()
+                sums = {**sums, **metrics_ahead(means.detach())}
+            return loss * tokens, count, (loss.detach(), sums)
 
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
@@ -261,15 +274,28 @@ class MegatronBackend(TrainBackend):
             seconds=time.perf_counter() - started,
         )
 
-    def _tokens_of_step(self, works: Sequence[Work]) -> float:
+    def _over_ranks(self, counts: Sequence[Tensor]) -> float:
+        """Their sum over the ranks of all micro-batches."""
         trainer = self._ready
-        count = torch.stack([work.num_tokens for work in works]).sum().to(torch.float64)
+        count = torch.stack(list(counts)).sum().to(torch.float64)
         dist.all_reduce(count)
         # Every tensor and pipeline rank has counted the same tokens.
         return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
 
-    def _prepare(self, micro: MicroBatch, entropy: EntropyMode, replayed: Routing | None) -> Work:
-        """This rank's part, on the device, with the plan that is made from its offsets on the host."""
+    def _targets_ahead(self, works: Sequence[Work]) -> Tensor:
+        """(K,) float32: what each layer of multi-token prediction is trained on in this step, at least 1."""
+        device = self._ready.placement.device
+        counts = [
+            self._over_ranks([torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
+            for depth in range(len(works[0].ahead))
+        ]
+        return torch.tensor(counts, device=device).clamp(min=1.0)
+
+    def _prepare(
+        self, micro: MicroBatch, entropy: EntropyMode, replayed: Routing | None, *, ahead: bool = False
+    ) -> Work:
+        """This rank's part, on the device, with the plan that is made from its offsets on the host. `ahead`: layers of
+        multi-token prediction are trained, if there are any."""
         trainer, layout = self._ready, self._ready.layout
         device = trainer.placement.device
         whole = micro
@@ -298,6 +324,10 @@ class MegatronBackend(TrainBackend):
             plan=plan,
             padding=stands_for_none.to(device),
             entropy=entropy,
+            ahead=tuple(
+                ahead_of(whole, depth, layout.cp_rank, layout.cp_size, padding).to(device)
+                for depth in range(1, 1 + (trainer.num_ahead if ahead else 0))
+            ),
             experts=() if replayed is None else replayed.ids_of(micro),
         )
 
@@ -406,6 +436,11 @@ def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:
     """(K, T) of the model's last stage."""
     names = ["values"] if head == "value" else ["log_probs", "entropy"][: len(output)]
     return dict(zip(names, output.unbind(0), strict=True))
+
+
+def metrics_ahead(means: Tensor) -> dict[str, Tensor]:
+    """Of this micro-batch's share of each layer's mean cross-entropy."""
+    return {f"mtp_{depth}_loss": mean for depth, mean in enumerate(means.unbind(), 1)} | {"mtp_loss": means.sum()}
 
 
 def scores_of(head: str, work: Work, output: Tensor) -> Scores:

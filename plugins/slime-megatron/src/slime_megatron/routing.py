@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime_core.contracts.backend import RoutingReplay
 from slime_core.errors import ConfigError, ModelError, TrainingError
@@ -79,7 +80,7 @@ class Choices:
 class Routing:
     """The routers of a rank's pieces of the model, in their order."""
 
-    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, replay: RoutingReplay) -> None:
+    def __init__(self, chunks: Sequence[Any], config: TransformerConfig, replay: RoutingReplay) -> None:
         """ConfigError where Megatron's routers ask nobody; ModelError if there are none in the model."""
         if config.num_moe_experts is None:
             raise ModelError("routing replay: the model has no experts. Leave train.use_routing_replay out.")
@@ -95,7 +96,8 @@ class Routing:
         self._choices: list[list[Choices]] = []
         self._kept: list[dict[int, Tensor]] = [{} for _ in chunks]
         for chunk in chunks:
-            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            # Layers of multi-token prediction choose by themselves.
+            routers = [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
             self._layers.append([router.layer_number - 1 for router in routers])
             self._choices.append([Choices() for _ in routers])
             for router, choices in zip(routers, self._choices[-1], strict=True):
