@@ -29,6 +29,7 @@ PLAIN_WORDS = {
     "retry",
     "served",
     "sft",
+    "stream",
     "tis",
     "value",
 }
