@@ -30,6 +30,7 @@ PLAIN_WORDS = {
     "served",
     "sft",
     "stream",
+    "sums",
     "tis",
     "value",
 }
