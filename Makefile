@@ -48,7 +48,7 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not sglang"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not runs and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
@@ -56,8 +56,8 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
-test-examples: .venv/.test  ## Every example in short form: does it learn what its README says?
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples
+test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration -m "examples or runs"
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults

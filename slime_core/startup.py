@@ -19,6 +19,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
 from slime_core.engines import build_middlewares, start_engines
@@ -344,6 +345,7 @@ def training_settings(run: BoundRun) -> GroupSettings:
         evaluation=False,
         max_retries=rollout.max_retries,
         mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
+        routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
     )
 
 

@@ -16,8 +16,11 @@ from slime_core.types.batch import Batch, TokenColumns
 
 COLUMN: Final = "column_"
 """Begins the names of per-token columns that scoring and credit have added."""
-BY_TOKEN: Final = ("tokens",)
+BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
+OPTIONAL: Final = ("token_reward", "routed_experts")
+SIZES: Final = "routed_experts_sizes"
+"""[layers, top_k]: expert ids are flat in the file."""
 
 
 def train_data_file(folder: Path, step: int) -> Path:
@@ -34,6 +37,9 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
             continue
         lengths = {BY_TOKEN: batch.total_length, BY_RESPONSE_TOKEN: batch.response_length}
         ragged = next((of for names, of in lengths.items() if field.name in names), None)
+        if values.ndim == 3:
+            whole[SIZES] = pa.array([values.shape[1:]] * batch.num_samples, pa.list_(pa.int32()))
+            ragged, values = ragged * np.prod(values.shape[1:]), values.reshape(-1)
         whole[field.name] = pa.array(values) if ragged is None else lists(values, ragged)
     for name, values in columns.present().items():
         whole[COLUMN + name] = lists(values, batch.response_length)
@@ -54,9 +60,11 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     named = {name: flat(table[name]) for name in table.column_names}
-    wanted = [field.name for field in fields(Batch) if field.name != "token_reward"]
+    wanted = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
     if missing := [name for name in wanted if name not in named]:
         raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
+    if (sizes := named.pop(SIZES, None)) is not None:
+        named["routed_experts"] = named["routed_experts"].reshape(-1, *sizes[:2])
     batch = Batch(**{name: values for name, values in named.items() if not name.startswith(COLUMN)})
     columns = {name.removeprefix(COLUMN): values for name, values in named.items() if name.startswith(COLUMN)}
     return batch, TokenColumns(**columns)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -31,8 +32,10 @@ def cross_checks(run: BoundRun) -> list[str]:
         needs,
         corrections,
         sampling,
+        routing_replay,
         transport,
         colocation,
+        engines_over_nodes,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -257,6 +260,42 @@ def sampling(run: BoundRun) -> list[str]:
     ]
 
 
+def routing_replay(run: BoundRun) -> list[str]:
+    asked, policy = run.routing_replay, run.roles[0]
+    if asked is None:
+        return []
+    key = {RoutingReplay.RECORDED: "use_routing_replay", RoutingReplay.ROLLOUT: "use_rollout_routing_replay"}[asked]
+    where, problems = f"train.{key} = true", []
+    if asked not in policy.backend.driver.replays:
+        others = sorted(policy.backend.driver.replays)
+        problems.append(
+            f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
+            "experts. Leave it out, or use a backend that does."
+        )
+    if asked is RoutingReplay.ROLLOUT:
+        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
+            problems.append(
+                f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
+                "the trainer's own choice, or use an engine that tells."
+            )
+        return problems
+    if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
+        problems.append(
+            f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
+            "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
+        )
+    if run.config.train.load_debug_train_data is not None:
+        problems.append(
+            f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
+        )
+    if run.config.train.on_nonfinite == "skip":
+        problems.append(
+            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
+            "where the choices of experts are. Leave one of them out."
+        )
+    return problems
+
+
 def transport(run: BoundRun) -> list[str]:
     serves = run.engine.driver.transports
     if run.transport is None:
@@ -289,6 +328,24 @@ def colocation(run: BoundRun) -> list[str]:
         problems.append(
             f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
         )
+    return problems
+
+
+def engines_over_nodes(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
+    if run.teacher is not None:
+        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    for key, engine, num_devices in engines:
+        if launcher.nodes_of(num_devices) == 1:
+            continue
+        asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
+        if launcher.name == "local":
+            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
+        if not engine.driver.spans_nodes:
+            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
+        if num_devices % launcher.num_gpus_per_node:
+            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
     return problems
 
 

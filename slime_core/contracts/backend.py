@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -29,6 +30,17 @@ ACTOR = "actor"
 """Name of the trained weights in `score(weights=...)`, whichever role they are of."""
 REFERENCE = "reference"
 TEACHER = "teacher"
+
+
+class RoutingReplay(StrEnum):
+    """Whose choice of experts the trained weights go by, in `score` and `train_step`. Gates are computed from the current
+    router's scores of these experts, so routers still learn. Frozen copies choose by themselves."""
+
+    RECORDED = "recorded"
+    """`score` of the trained weights keeps what their routers chose for each of `MicroBatch.samples`, and `train_step` takes
+    it again; the next `score` begins anew."""
+    ROLLOUT = "rollout"
+    """The engine's: `MicroBatch.routed_experts`, in `score` of the trained weights and in `train_step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,8 @@ class TrainerSetup:
     """Optimiser steps of the whole run, for the learning-rate schedule."""
     seed: int
     trust_remote_code: bool = False
+    routing_replay: RoutingReplay | None = None
+    """One of those that the driver says that it replays; ModelError if the model has no experts."""
     true_on_policy: bool = False
     """Compute every forward with `slime_core.invariant`, so that log-probs are the engine's to the bit; only where
     `BackendDriver.true_on_policy_problems` has none."""
@@ -183,6 +197,8 @@ class BackendDriver(Driver[TrainBackend]):
     provides: ClassVar[frozenset[Need]] = frozenset(
         {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
     )
+    replays: ClassVar[frozenset[RoutingReplay]] = frozenset()
+    """Whose choices of experts it can go by."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
     """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
     others, and `--resume FOLDER` goes on with it."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from slime_core.errors import RewardError
 from slime_core.rollout.client import EngineClient
+from slime_core.rollout.routed import RoutedSequences
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
@@ -47,8 +48,10 @@ class EngineEpisode:
         evaluation: bool,
         kept: Sample | None = None,
         scorer: Scorer | None = None,
+        routed_experts: bool = False,
         versions: Callable[[], range] = lambda: range(1),
     ) -> None:
+        """`routed_experts`: engines are asked for expert ids."""
         self.prompt = prompt
         self.sampling = sampling
         self.tokenizer = tokenizer
@@ -68,6 +71,7 @@ class EngineEpisode:
         self._client = client
         self.kept = kept
         self._scorer = scorer
+        self._routed = RoutedSequences(kept) if routed_experts else None
         self._versions = versions
 
     @property
@@ -101,6 +105,7 @@ class EngineEpisode:
             sampling=sampling,
             seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
             session_id=self._id,
+            routed_experts_from=None if self._routed is None else self._routed.known(token_ids),
         )
         self.request_ids.append(request.request_id)
         if self._stop.is_set():
@@ -122,7 +127,7 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
-        return completion
+        return completion if self._routed is None else self._routed.joined(request, completion)
 
     def trace(self, seconds: float) -> AnswerTrace:
         """What took how long in this answer, which took `seconds` in all."""

@@ -41,6 +41,8 @@ class GroupSettings:
     max_retries: int
     mask_offpolicy: bool = False
     """Kept tokens are not trained if a newer policy went on with them."""
+    routed_experts: bool = False
+    """Samples are to bring the engines' expert ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +195,7 @@ class GroupRunner:
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
                 scorer=None if self._rewards is None else self._score,
+                routed_experts=self.settings.routed_experts,
                 versions=self._versions,
             )
             episodes.append(episode)

@@ -14,6 +14,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.types.routed_experts import RoutedExperts
+
 Int64: TypeAlias = npt.NDArray[np.int64]
 Int32: TypeAlias = npt.NDArray[np.int32]
 Float32: TypeAlias = npt.NDArray[np.float32]
@@ -57,6 +59,9 @@ class Batch:
     """(M,) policy version that wrote the token; -1 where nothing of ours did (tool output)."""
     token_reward: Float32 | None = None
     """(M,) what process rewards give at a trained token, as a part of `reward`; None: no sample has any."""
+    routed_experts: RoutedExperts | None = None
+    """(N, layers, top_k) expert ids of the engine's forward of each token. Tokens that it has not read, such as the last of
+    each sample, have distinct ids that mean nothing. None: nobody told."""
 
     @property
     def num_samples(self) -> int:
@@ -106,6 +111,7 @@ class Batch:
             "rollout_log_probs": response_rows,
             "version": response_rows,
             "token_reward": response_rows,
+            "routed_experts": token_rows,
         }
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{n: c[ragged.get(n, samples)] for n, c in columns.items() if c is not None})

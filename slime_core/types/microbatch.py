@@ -66,6 +66,10 @@ class MicroBatch:
     """Logits are divided by it before the softmax."""
     rows: Tensor | None = None
     """(T,) int64 rows of the whole micro-batch's response axis that this rank holds; None: all of them."""
+    samples: tuple[int, ...] = ()
+    """(S,) numbers that stand for the same samples in every forward over a batch, however they are packed."""
+    routed_experts: Tensor | None = None
+    """(N, layers, top_k) integers: expert ids of the engine's forwards, where they are to be replayed."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,4 +90,5 @@ class MicroBatch:
             mask=move(self.mask),
             columns=self.columns.map_rows(None, device),
             rows=None if self.rows is None else move(self.rows),
+            routed_experts=None if self.routed_experts is None else move(self.routed_experts),
         )
