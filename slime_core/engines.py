@@ -46,6 +46,7 @@ async def start_engines(
         *,
         offload: bool = False,
         routed_experts: bool = False,
+        true_on_policy: bool = False,
     ) -> list[EngineWorkerSpec]:
         return [
             EngineWorkerSpec(
@@ -61,8 +62,10 @@ async def start_engines(
                     run_dir=run_dir,
                     trust_remote_code=config.model.trust_remote_code,
                     num_devices=num_devices,
+                    num_nodes=config.launcher.nodes_of(num_devices),
                     offload=offload,
                     routed_experts=routed_experts,
+                    true_on_policy=true_on_policy,
                 ),
             )
             for index in indices
@@ -77,6 +80,7 @@ async def start_engines(
             config.launcher.rollout_num_gpus_per_engine,
             offload=config.launcher.offloads_rollout(device),
             routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
+            true_on_policy=run.algo.keys.true_on_policy_mode,
         )
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)

@@ -72,7 +72,7 @@ class LearnerPlan:
         of_batch = [part.driver for part in run.algo.corrections if not part.driver.in_loss]
         return cls(
             roles=tuple(role.plan for role in run.roles),
-            old_from_rollout=keys.use_rollout_logprobs,
+            old_from_rollout=run.algo.old_from_rollout(run.steps_per_rollout),
             reads_rollout=keys.get_mismatch_metrics or Need.ROLLOUT_LOGPROBS in run.algo.needs,
             report_mismatch=keys.get_mismatch_metrics
             or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),

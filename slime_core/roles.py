@@ -101,6 +101,7 @@ def worker_specs(
                 seed=config.seed,
                 trust_remote_code=config.model.trust_remote_code,
                 routing_replay=role.plan.routing_replay,
+                true_on_policy=role.head == "lm" and run.algo.keys.true_on_policy_mode,
             ),
             sender=SenderSetup(
                 rank=rank,

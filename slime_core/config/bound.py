@@ -148,6 +148,11 @@ class BoundAlgo:
             and all(part.driver.in_loss for part in self.corrections)
         )
 
+    def old_from_rollout(self, steps_per_rollout: int) -> bool:
+        """Whether the old log-probs are those of the engine, so that no forward is spent on them."""
+        same = self.keys.true_on_policy_mode and not self.old_is_current(steps_per_rollout)
+        return self.keys.use_rollout_logprobs or same
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundReward:

@@ -18,6 +18,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         batch_arithmetic,
         run_length,
         asynchrony,
+        true_on_policy,
         group_baseline,
         kl_terms,
         advantages,
@@ -34,6 +35,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         routing_replay,
         transport,
         colocation,
+        engines_over_nodes,
         local_launcher,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
@@ -119,6 +121,31 @@ def asynchrony(run: BoundRun) -> list[str]:
     return problems
 
 
+def true_on_policy(run: BoundRun) -> list[str]:
+    if not run.algo.keys.true_on_policy_mode:
+        return []
+    asked, problems = "algo.true_on_policy_mode = true:", []
+    if Capability.TRUE_ON_POLICY not in run.engine.driver.may_offer:
+        problems.append(f'{asked} engine "{run.engine.name}" computes with kernels of its own. Choose another engine.')
+    problems += [
+        f'{asked} backend "{run.backend.name}": {problem}.'
+        for problem in run.backend.driver.true_on_policy_problems(run.backend.config)
+    ]
+    rollout, sync = run.config.rollout, run.config.sync
+    older = {
+        "rollout.ahead": (rollout.ahead, 0),
+        "sync.update_weights_interval": (sync.update_weights_interval, 1),
+        "rollout.partial_rollout": (rollout.partial_rollout, False),
+    }
+    problems += [
+        f"{asked} with {key} = {str(value).lower()} tokens are sampled from an older policy than the one that is trained. "
+        f"Use {str(needed).lower()}."
+        for key, (value, needed) in older.items()
+        if value != needed
+    ]
+    return problems
+
+
 def group_baseline(run: BoundRun) -> list[str]:
     n, estimators = run.config.rollout.n_samples_per_prompt, run.algo.estimators
     if n == 1 and estimators and all(part.driver.compares_group(part.config) for part in estimators):
@@ -200,16 +227,20 @@ def debug_parts(run: BoundRun) -> list[str]:
 
 
 def corrections(run: BoundRun) -> list[str]:
-    if not run.algo.keys.use_rollout_logprobs:
-        return [
+    keys, problems = run.algo.keys, []
+    if not keys.use_rollout_logprobs:
+        problems += [
             f'algo.corrections: "{part.name}" weighs how far the current log-probs are from the old ones, and with one '
             "optimiser step per rollout batch they are equal: say --num-steps-per-rollout 2 or more, or "
             "--use-rollout-logprobs, or leave it out."
             for part in run.algo.corrections
             if part.driver.compares_with_old and run.steps_per_rollout == 1
         ]
-    return [
-        f"algo.use_rollout_logprobs = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
+    if not (keys.use_rollout_logprobs or keys.true_on_policy_mode):
+        return problems
+    said = "use_rollout_logprobs" if keys.use_rollout_logprobs else "true_on_policy_mode"
+    return problems + [
+        f"algo.{said} = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
         "log-probs, which is then 0 by definition. Drop one of the two."
         for part in run.algo.corrections
         if Need.ROLLOUT_LOGPROBS in part.driver.needs
@@ -297,6 +328,24 @@ def colocation(run: BoundRun) -> list[str]:
         problems.append(
             f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
         )
+    return problems
+
+
+def engines_over_nodes(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
+    if run.teacher is not None:
+        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    for key, engine, num_devices in engines:
+        if launcher.nodes_of(num_devices) == 1:
+            continue
+        asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
+        if launcher.name == "local":
+            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
+        if not engine.driver.spans_nodes:
+            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
+        if num_devices % launcher.num_gpus_per_node:
+            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
     return problems
 
 

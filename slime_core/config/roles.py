@@ -115,7 +115,8 @@ def actor(run: BoundRun) -> BoundRole:
     # Recorded choices are those of that forward.
     recorded = run.routing_replay is RoutingReplay.RECORDED
     old_is_current = algo.old_is_current(run.steps_per_rollout) and not recorded
-    reads_old = Need.OLD_LOGPROBS in algo.needs and not keys.use_rollout_logprobs
+    old_from_rollout = algo.old_from_rollout(run.steps_per_rollout)
+    reads_old = Need.OLD_LOGPROBS in algo.needs and not old_from_rollout
     wants_reference = Need.REF_LOGPROBS in algo.needs
     scoring = []
     # Mismatch metrics compare the trainer's own, also where the loss takes the engine's for the old ones.
@@ -152,7 +153,7 @@ def actor(run: BoundRun) -> BoundRole:
             entropy_coef=keys.entropy_coef,
             corrections=tuple(part for part in algo.corrections if part.driver.in_loss),
             old_from_current=old_is_current,
-            old_from_rollout=keys.use_rollout_logprobs,
+            old_from_rollout=old_from_rollout,
         ),
         needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
         backend=run.backend,

@@ -81,6 +81,9 @@ class TrainerSetup:
     trust_remote_code: bool = False
     routing_replay: RoutingReplay | None = None
     """One of those that the driver says that it replays; ModelError if the model has no experts."""
+    true_on_policy: bool = False
+    """Compute every forward with `slime_core.invariant`, so that log-probs are the engine's to the bit; only where
+    `BackendDriver.true_on_policy_problems` has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,6 +212,11 @@ class BackendDriver(Driver[TrainBackend]):
     @abstractmethod
     def layout(cls, config: Any, rank: int, world_size: int) -> Layout:
         """Pure; the config has passed `problems`."""
+
+    @classmethod
+    def true_on_policy_problems(cls, config: Any) -> list[str]:
+        """What keeps a trainer with these options from `TrainerSetup.true_on_policy`; empty if it can."""
+        return ["this backend computes with kernels of its own"]
 
     @classmethod
     def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

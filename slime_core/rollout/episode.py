@@ -49,6 +49,7 @@ class EngineEpisode:
         kept: Sample | None = None,
         scorer: Scorer | None = None,
         routed_experts: bool = False,
+        versions: Callable[[], range] = lambda: range(1),
     ) -> None:
         """`routed_experts`: engines are asked for expert ids."""
         self.prompt = prompt
@@ -71,6 +72,11 @@ class EngineEpisode:
         self.kept = kept
         self._scorer = scorer
         self._routed = RoutedSequences(kept) if routed_experts else None
+        self._versions = versions
+
+    @property
+    def versions(self) -> range:
+        return self._versions()
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
         started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)

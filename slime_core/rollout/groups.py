@@ -89,7 +89,9 @@ class GroupRunner:
         rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
         on_trace: Callable[[GroupTrace], None] = lambda trace: None,
+        versions: Callable[[], range] = lambda: range(1),
     ) -> None:
+        """`versions`: whose tokens may be trained now."""
         self.settings = settings
         self._generator = generator
         self._client = client
@@ -97,6 +99,7 @@ class GroupRunner:
         self._rewards = rewards
         self._on_failure = on_failure
         self._on_trace = on_trace
+        self._versions = versions
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
@@ -193,6 +196,7 @@ class GroupRunner:
                 kept=kept[0] if len(kept) == 1 else None,
                 scorer=None if self._rewards is None else self._score,
                 routed_experts=self.settings.routed_experts,
+                versions=self._versions,
             )
             episodes.append(episode)
             began = time.perf_counter()

@@ -22,6 +22,7 @@ LEVELS = [
         "model_folder",
         "model_presets",
         "new_model",
+        "invariant",
         "onednn",
         "event_log",
         "run_folder",

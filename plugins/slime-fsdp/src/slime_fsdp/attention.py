@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
+from slime_core.invariant.attention import attend as invariant_attention
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take
@@ -72,10 +73,17 @@ class AttentionPlan:
     """int64: the key that fills each place of the blocks or of the kernel's stream; None: as `query_rows`."""
     group: dist.ProcessGroup | None = None
     """Context parallel group to gather keys and values from."""
+    invariant: bool = False
+    """What comes out for a token does not depend on the blocks, to the bit."""
 
 
 def plan_attention(
-    table: SegmentTable, *, device: torch.device, varlen: bool, group: dist.ProcessGroup | None = None
+    table: SegmentTable,
+    *,
+    device: torch.device,
+    varlen: bool,
+    group: dist.ProcessGroup | None = None,
+    invariant: bool = False,
 ) -> AttentionPlan:
     """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
     query_lengths, key_lengths = table.query_lengths, table.key_lengths
@@ -85,6 +93,7 @@ def plan_attention(
         "max_queries": int(query_lengths.max()),
         "max_keys": int(key_lengths.max()),
         "group": group,
+        "invariant": invariant,
     }
     if varlen:
         rows = None if table.key_rows is None else torch.from_numpy(table.key_rows).to(device)
@@ -216,8 +225,9 @@ def attend_blocks(
             k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
     queries = q.split([block.num_segments * block.query_length for block in plan.blocks])
     sizes = [block.num_segments * block.key_length for block in plan.blocks]
+    attend = attend_block_invariant if plan.invariant else attend_block
     outputs = [
-        attend_block(*parts, block, scaling, sliding_window)
+        attend(*parts, block, scaling, sliding_window)
         for *parts, block in zip(queries, k.split(sizes), v.split(sizes), plan.blocks, strict=True)
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -248,6 +258,17 @@ def attend_block(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def attend_block_invariant(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """As `attend_block`."""
+    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
+    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return invariant_attention(q, k, v, block.last_key, scale, sliding_window).transpose(1, 2).flatten(0, 1)
 
 
 class Pad(torch.autograd.Function):

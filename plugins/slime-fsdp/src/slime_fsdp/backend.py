@@ -91,7 +91,13 @@ class FsdpBackend(TrainBackend):
         cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
         needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
         ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)
-        placement = Placement(device=device, mesh=ranks.mesh, compute_dtype=compute_dtype, cpu_offload=cpu_offload)
+        placement = Placement(
+            device=device,
+            mesh=ranks.mesh,
+            compute_dtype=compute_dtype,
+            cpu_offload=cpu_offload,
+            true_on_policy=setup.true_on_policy,
+        )
         layout = Fsdp.layout(config, setup.rank, setup.world_size)
         torch.manual_seed(setup.seed + layout.dp_rank)
         model = build_model(folder, config, placement, seed=setup.seed, trained=True)
@@ -208,6 +214,7 @@ class FsdpBackend(TrainBackend):
             device=placement.device,
             varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
             group=self._ready.ranks.cp_group,
+            invariant=placement.true_on_policy,
         )
         return micro.to(placement.device), plan
 

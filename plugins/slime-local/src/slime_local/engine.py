@@ -73,17 +73,16 @@ class LocalEngine(RolloutEngine):
         self._setup = setup
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
-        return EngineInfo(
-            capabilities=frozenset(
-                {
-                    Capability.DETERMINISTIC,
-                    Capability.VERSION_SPANS,
-                    Capability.SLEEP,
-                    Capability.SCORES,
-                    Capability.REPLAY,
-                }
-            )
-        )
+        capabilities = {
+            Capability.DETERMINISTIC,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+            Capability.REPLAY,
+        }
+        if setup.true_on_policy:
+            capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
+        return EngineInfo(capabilities=frozenset(capabilities))
 
     # ---------------------------------------------------------------- the decode task
 

@@ -42,7 +42,15 @@ class Local(EngineDriver):
     Config = LocalConfig
     transports: ClassVar[tuple[str, ...]] = ("direct",)
     may_offer: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP, Capability.SCORES, Capability.REPLAY}
+        {
+            Capability.DETERMINISTIC,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+            Capability.REPLAY,
+            Capability.BATCH_INVARIANT,
+            Capability.TRUE_ON_POLICY,
+        }
     )
 
     @classmethod

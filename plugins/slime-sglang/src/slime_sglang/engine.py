@@ -97,6 +97,9 @@ class SglangEngine(RolloutEngine):
         self._pool = new_pool()
         try:
             await self._start_servers(setup, self._pool)
+            if setup.node_rank:
+                self._watch = asyncio.create_task(self._watch_processes(), name=f"engine-{setup.index}-watch")
+                return EngineInfo(capabilities=frozenset(), pid=self._processes[0].pid)
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
             # A server that is one half of a pair answers no request alone.
@@ -127,6 +130,11 @@ class SglangEngine(RolloutEngine):
 
     async def _start_servers(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> None:
         if self._config.external_engine_addrs:
+            if setup.num_nodes > 1:
+                raise EngineError(
+                    f"{self._name}: where the devices of external servers are is theirs to know. Leave "
+                    "launcher.rollout_num_gpus_per_engine out."
+                )
             self._servers = connect_external(self._config, setup, pool)
             self._roles = [WorkerRole()] * len(self._servers)
             return
@@ -185,8 +193,9 @@ class SglangEngine(RolloutEngine):
 
     async def health(self) -> None:
         """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
-        routes do: its scheduler is asked for its state."""
-        self._ready()
+        routes do: its scheduler is asked for its state. On a machine beside the first one its process is all there is."""
+        if self._ready().node_rank:
+            return
         before = self._pauses
         if not (self._paused or self._absent):
             try:

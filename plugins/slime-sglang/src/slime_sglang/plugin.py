@@ -137,6 +137,8 @@ class Sglang(EngineDriver):
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
 
+    spans_nodes = True
+
     @classmethod
     def problems(cls, config: Any) -> list[str]:
         problems = []

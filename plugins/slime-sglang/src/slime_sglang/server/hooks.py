@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from slime_sglang.server.checksum import ACTION, checksum_of_weights
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
+from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -35,7 +38,8 @@ def register_hooks(*, on_cpu: bool) -> None:
             "sglang.srt.mem_cache.pool_host.common._cuda_host_register", leave_unregistered, HookType.AROUND
         )
         allow_native_attention()
-        define_hash()
+        if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+            HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_in_torch, HookType.AROUND)
 
 
 def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -70,13 +74,6 @@ def allow_native_attention() -> None:
     add_deterministic_attention_backend_choices(["torch_native"])
 
 
-def define_hash() -> None:
-    """The op that SGLang calls for its random numbers on a CPU, in torch: from `sgl_kernel` where that is installed."""
-    import torch
-
-    from slime_sglang.server.murmur_hash import murmur_hash32
-
-    if hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-        return
-    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu")(murmur_hash32)
+def hash_in_torch(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
+    """What samplers take for random numbers. SGLang's own is Triton's, or an op of `sgl_kernel`."""
+    return murmur_hash32(seed, positions, columns)
