@@ -89,8 +89,8 @@ class Searches:
             await self._ask(["is anybody there?"])
         except (RetrievalUnavailable, RetrievalTimeout) as error:
             raise PluginError(
-                f"{error}. Is it running, and is this its address (--search-url)? One is started by `slime-retrieval serve "
-                "--corpus FILE --port 8000`; with --corpus FILE instead of --search-url the run starts one itself."
+                f"{error}. Is it running, and is this its address (--generate.search-url)? One is started by `slime-retrieval "
+                "serve --corpus FILE --port 8000`; with --generate.corpus FILE in its place the run starts one itself."
             ) from error
 
     async def close(self) -> None:
