@@ -11,7 +11,10 @@ from test_layouts import CP2, EP2, SP2, assert_close, gradients
 from test_routing_replay import as_in_folders
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slime_core.config.bound import PartSpec
+from slime_core.convert import convert
 from slime_core.errors import ModelError
+from slime_core.registry import Registry
 from slime_core.testing.tiny_training import PROMPTS, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
 
@@ -232,6 +235,28 @@ def test_they_are_saved_and_come_back(folder_of, tmp_path):
     for name, tensor in trained.items():
         assert torch.equal(loaded[name], tensor), name
         assert torch.equal(saved[name], tensor), name
+    convert_to("hf", tmp_path / "state", tmp_path / "converted", hf_checkpoint=str(folder))
+    converted = weights_of(tmp_path / "converted")
+    assert converted.keys() == trained.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in trained.items())
+
+
+def convert_to(name, source, target, **options):
+    part = PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+    convert(part, source, target, workers=1, tell=lambda *news: None)
+
+
+def weights_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_they_are_converted_there_and_back(folder_of, tmp_path):
+    folder = folder_of("glm-4.5", 2)
+    convert_to("torch_dist", folder, tmp_path / "torch_dist")
+    convert_to("hf", tmp_path / "torch_dist", tmp_path / "back")
+    got, expected = weights_of(tmp_path / "back"), weights_of(folder)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 def test_what_cannot_be_trained_is_told(folder_of, tmp_path):

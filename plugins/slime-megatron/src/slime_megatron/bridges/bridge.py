@@ -76,11 +76,8 @@ class Bridge(ABC):
 
     def prediction_weights(self) -> Mapping[str, Weight]:
         """Of a layer of multi-token prediction, beside its decoder layer; names in the folder stand after
-        `model.layers.N.`, N counting on from the last layer. ModelError where the family has none."""
-        raise ModelError(
-            "backend.mtp_num_layers: backend megatron does not train this family's layers of multi-token prediction. Leave it "
-            "out."
-        )
+        `model.layers.N.`, N counting on from the last layer; none where the family's are not computed."""
+        return {}
 
     def outer_weights(self) -> Mapping[str, Weight]:
         return {
@@ -128,6 +125,11 @@ class Bridge(ABC):
         if found := PREDICTION.match(name):
             prefix = f"model.layers.{self.config.num_hidden_layers + int(found[1])}."
             weights, short = self.prediction_weights(), found[2]
+            if not weights:
+                raise ModelError(
+                    "backend.mtp_num_layers: backend megatron does not train this family's layers of multi-token prediction. "
+                    "Leave it out."
+                )
             if short.startswith(OF_PREDICTION):
                 name = f"decoder.layers.{self.config.num_hidden_layers + int(found[1])}.{short.removeprefix(OF_PREDICTION)}"
         if found := LAYER.match(name):
