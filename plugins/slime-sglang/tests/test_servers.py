@@ -96,10 +96,11 @@ async def test_weights_change_under_waiting_requests(mode, attached, tiny, tmp_p
     """SGLang keeps the requests; its spans say which version wrote what, and every new token's log-prob is true where its
     keys and values are computed anew."""
     plain = attached()
-    offered = (await plain.start(setup_for(tiny, tmp_path))).capabilities
+    await plain.start(setup_for(tiny, tmp_path))
+    told_by_token = plain._features.version_spans
     await plain.stop()
     engine = attached(pause_mode=mode)
-    if Capability.VERSION_SPANS not in offered:
+    if not told_by_token:
         with pytest.raises(EngineError, match="needs a server that reports versions by token span"):
             await engine.start(setup_for(tiny, tmp_path))
         return
