@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from slime_core.types.batch import Batch
+from slime_core.types.batch_images import BatchImages
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 
@@ -41,6 +42,7 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
         token_reward=ragged([token_rewards(s) for s in samples], np.float32)
         if any(s.span_rewards for s in samples)
         else None,
+        images=BatchImages.of([[image.data for image in s.prompt.images] for s in samples]),
     )
 
 

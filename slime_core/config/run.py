@@ -43,6 +43,9 @@ class DataConfig(Table):
     """Column of the metadata (an object)."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
+    multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
+    """Columns of what is not text, by its kind: {"image": "images"}, for models that take images. A column has one image
+    or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)

@@ -180,6 +180,8 @@ class BackendDriver(Driver[TrainBackend]):
     provides: ClassVar[frozenset[Need]] = frozenset(
         {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
     )
+    takes_images: ClassVar[bool] = False
+    """It reads `MicroBatch.images`; a run with images is refused where it does not."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
     """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
     others, and `--resume FOLDER` goes on with it."""

@@ -17,11 +17,13 @@ LEVELS = [
     {"buffer", "batch", "rollout", "launch", "workers", "checkpoint"}
     | {
         "objective",
+        "image_processor",
         "metrics",
         "manifest",
         "model_folder",
         "model_presets",
         "new_model",
+        "new_vision_model",
         "onednn",
         "event_log",
         "run_folder",

@@ -9,14 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import ModelError
+from slime_core.image_processor import ImageProcessor
+from slime_core.model_folder import read_model_config
 from slime_core.onednn import onednn_available, use_onednn
 from slime_local.attention import NAME
 from slime_local.kv_store import LayerShape, ProbeView
+from slime_local.pictures import MODEL_TYPES
 
 if TYPE_CHECKING:
     from slime_local.plugin import LocalConfig
@@ -32,6 +35,8 @@ class RolloutModel:
     stop_ids: frozenset[int]
     """End-of-sequence tokens of the generation config and of the model config."""
     layers: tuple[LayerShape, ...]
+    images: ImageProcessor | None = None
+    """None: it takes none."""
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
         """Of the last column: (B, V) float32. `ids`, `positions` (B, P) int64; see `attention.attend` for the mask."""
@@ -75,10 +80,12 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    network = AutoModelForCausalLM.from_pretrained(
+    sees_images = read_model_config(setup.model_path).get("model_type") in MODEL_TYPES
+    network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
         setup.model_path,
         dtype=dtype,
-        attn_implementation=NAME,
+        # Patches attend by whole images, in transformers' own way.
+        attn_implementation={"": NAME, "text_config": NAME, "vision_config": "sdpa"} if sees_images else NAME,
         trust_remote_code=setup.trust_remote_code,
         local_files_only=True,
     )
@@ -98,6 +105,7 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         vocab_size=vocab_size,
         stop_ids=_stop_ids(network, vocab_size),
         layers=_probe(network, device),
+        images=ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code) if sees_images else None,
     )
 
 

@@ -42,7 +42,14 @@ class Local(EngineDriver):
     Config = LocalConfig
     transports: ClassVar[tuple[str, ...]] = ("direct",)
     may_offer: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.DETERMINISTIC, Capability.VERSION_SPANS, Capability.SLEEP, Capability.SCORES, Capability.REPLAY}
+        {
+            Capability.DETERMINISTIC,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+            Capability.REPLAY,
+            Capability.IMAGES,
+        }
     )
 
     @classmethod
