@@ -29,6 +29,7 @@ class Features:
     deterministic: bool = False
     memory_saver: bool = False
     version_spans: bool = False
+    images: bool = False
 
     @classmethod
     async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
@@ -49,6 +50,8 @@ class Features:
             deterministic=bool(args.get("enable_deterministic_inference")),
             memory_saver=bool(args.get("enable_memory_saver")),
             version_spans=alone and await reports_spans(server),
+            # Its processor decodes the prompt, so it needs the tokenizer.
+            images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
         )
 
     def common(self, others: Iterable[Features]) -> Features:
@@ -63,6 +66,7 @@ class Features:
                 deterministic=result.deterministic and other.deterministic,
                 memory_saver=result.memory_saver and other.memory_saver,
                 version_spans=result.version_spans and other.version_spans,
+                images=result.images and other.images,
             )
         return result
 
@@ -74,6 +78,8 @@ class Features:
             offered.add(Capability.VERSION_SPANS)
         if self.memory_saver or setup.device == "cpu":
             offered.add(Capability.SLEEP)
+        if self.images:
+            offered.add(Capability.IMAGES)
         return frozenset(offered)
 
 

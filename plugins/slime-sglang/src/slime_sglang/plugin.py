@@ -128,6 +128,7 @@ class Sglang(EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SLEEP,
             Capability.SCORES,
+            Capability.IMAGES,
         }
     )
 

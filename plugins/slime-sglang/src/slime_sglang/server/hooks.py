@@ -15,6 +15,13 @@ from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOOKED_UP: Final = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Of Qwen3.5's layers."""
 KEPT: Final[list[Any]] = []
 """Kernels end with the object that registered them."""
 
@@ -33,6 +40,7 @@ def register_hooks(*, on_cpu: bool) -> None:
         )
         allow_native_attention()
         define_hash()
+        declare_kernels()
 
 
 def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -73,3 +81,12 @@ def define_hash() -> None:
         return
     torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu")(murmur_hash32)
+
+
+def declare_kernels() -> None:
+    """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL families. Declared and not defined: calling one fails."""
+    import torch
+
+    for name in LOOKED_UP:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
