@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.batch.assemble import assemble
 from slime_core.batch.pack import pack_micro_batch
 from slime_core.batch.pack_images import PixelCache
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
 from slime_core.image_processor import ImageProcessor
 from slime_core.testing.tiny_vision import (
+    IMAGE_TOKEN,
+    image_batch,
     image_log_probs_of,
+    image_samples,
     load_plain_vision,
     make_tiny_vision_model,
-    noise,
     with_stand_in,
 )
-from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample, SampleGroup
 from slime_fsdp.backend import FsdpBackend
 from slime_fsdp.plugin import FsdpConfig
 
@@ -40,62 +39,9 @@ def plain(folder):
     return with_stand_in(load_plain_vision(folder, torch.float32))
 
 
-IMAGES = [noise(8, 8, 0), noise(20, 9, 1), noise(11, 23, 2), noise(8, 8, 3)]
-START, END, IMAGE = 2, 3, 4
-
-
-def prompt_of(processor, number, *parts):
-    """Parts are tokens, or images."""
-    tokens, images = [], []
-    for part in parts:
-        if isinstance(part, int):
-            tokens.append(part)
-        else:
-            tokens += [START, *[processor.token_id] * processor.num_tokens(part), END]
-            images.append(part)
-    return Prompt(group_index=number, text="", token_ids=np.array(tokens, np.int32), images=tuple(images))
-
-
-def sample_of(prompt, index, response, mask=None):
-    response = np.array(response, np.int32)
-    return Sample(
-        index=index,
-        group_index=prompt.group_index,
-        rollout_id=index,
-        prompt=prompt,
-        tokens=np.concatenate([prompt.token_ids, response]),
-        prompt_length=len(prompt.token_ids),
-        loss_mask=np.ones(len(response), np.uint8) if mask is None else np.array(mask, np.uint8),
-        rollout_log_probs=np.zeros(len(response), np.float32),
-        reward=1.0,
-    )
-
-
 @pytest.fixture(scope="module")
 def samples(processor):
-    one = prompt_of(processor, 0, 9, 10, IMAGES[0], 11)
-    # The same tokens, and another image.
-    other = prompt_of(processor, 1, 9, 10, IMAGES[3], 11)
-    two = prompt_of(processor, 2, IMAGES[1], 12, IMAGES[2], 13, 14)
-    text = prompt_of(processor, 3, 15, 16, 17)
-    # What the model writes may be an image token: it stands for itself.
-    return [
-        sample_of(one, 0, [12, 13, 14]),
-        sample_of(one, 1, [12, 15, IMAGE, 16, 17]),
-        sample_of(one, 2, []),
-        sample_of(other, 3, [12, 13, 14]),
-        sample_of(other, 4, [20]),
-        sample_of(two, 5, [21, 22, 9, 10], mask=[0, 0, 0, 0]),
-        sample_of(two, 6, [21, 23]),
-        sample_of(text, 7, [9, IMAGE, 10]),
-    ]
-
-
-def batch_of(samples):
-    groups = {}
-    for sample in samples:
-        groups.setdefault(sample.group_index, []).append(sample)
-    return assemble([SampleGroup(prompt=of[0].prompt, samples=tuple(of)) for of in groups.values()])
+    return image_samples(processor)
 
 
 def log_probs_of(plain, processor, sample):
@@ -136,7 +82,7 @@ class Sum:
 def test_log_probs_are_those_of_samples_alone(folder, processor, plain, samples, options):
     with torch.no_grad():
         wanted = torch.cat([log_probs_of(plain, processor, sample) for sample in samples])
-    batch = batch_of(samples)
+    batch = image_batch(samples)
     cache = PixelCache(lambda: processor)
     # Without images in one micro-batch, and in parts: neither changes anything.
     parts = [np.arange(8), np.array([7]), np.array([2, 5])]
@@ -168,14 +114,14 @@ def test_gradients_are_those_of_samples_alone(folder, processor, samples):
         found.update({n: p.grad.clone() for n, p in backend._ready.model.model.named_parameters()}),
         real(parameters, norm, lr),
     )
-    batch = batch_of(samples)
+    batch = image_batch(samples)
     cache = PixelCache(lambda: processor)
     parts = [np.array([0, 1, 2, 7]), np.array([3, 4]), np.array([5, 6])]
     backend.train_step([pack_micro_batch(batch, part, pixels=cache) for part in parts], Sum())
     largest = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
     for name, gradient in wanted.items():
         if name.endswith("embed_tokens.weight"):
-            gradient = gradient[:-1].index_add(0, torch.tensor([IMAGE]), gradient[-1:])
+            gradient = gradient[:-1].index_add(0, torch.tensor([IMAGE_TOKEN]), gradient[-1:])
         np.testing.assert_allclose(found[name], gradient, atol=2e-5 * largest, err_msg=name)
     visual = [float(found[name].abs().max()) for name in found if ".visual." in name]
     assert len(visual) > 20

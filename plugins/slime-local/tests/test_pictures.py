@@ -14,6 +14,7 @@ from slime_core.testing.tiny_model import buckets_of, make_tiny_model, moved
 from slime_core.testing.tiny_vision import (
     MAX_LENGTH,
     image_log_probs_of,
+    image_prompt,
     load_plain_vision,
     make_tiny_vision_model,
     noise,
@@ -23,7 +24,6 @@ from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_local.engine import LocalEngine
 from slime_local.plugin import LocalConfig
 
-START, END = 2, 3
 IMAGES = [noise(8, 8, 0), noise(20, 9, 1), noise(8, 8, 2)]
 
 
@@ -39,20 +39,14 @@ def setup_of(folder, run_dir):
 
 
 def request_of(processor, name, *parts, seed=1, tokens=9):
-    ids, images = [], []
-    for part in parts:
-        if isinstance(part, int):
-            ids.append(part)
-        else:
-            ids += [START, *[processor.token_id] * processor.num_tokens(part), END]
-            images.append(part)
+    prompt = image_prompt(processor, 0, *parts)
     return GenerateRequest(
         request_id=name,
-        token_ids=np.array(ids, np.int32),
+        token_ids=prompt.token_ids,
         # No early end: every answer has its whole length.
         sampling=SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens, temperature=1.0),
         seed=seed,
-        images=tuple(images),
+        images=prompt.images,
     )
 
 

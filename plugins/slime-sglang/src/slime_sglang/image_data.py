@@ -49,8 +49,8 @@ class ImageTokens:
         if not request.images or places == len(request.images):
             return None
         return (
-            f"request {request.request_id} has {len(request.images)} images, and {places} places for them in its tokens. SGLang "
-            "cannot tell an image's token from one that the model has written"
+            f"request {request.request_id} has {len(request.images)} images, and {places} places for them in its tokens. "
+            "SGLang cannot tell an image's token from one that the model has written"
         )
 
     def first_in(self, token_ids: Sequence[int]) -> int:

@@ -84,7 +84,8 @@ def define_hash() -> None:
 
 
 def declare_kernels() -> None:
-    """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL families. Declared and not defined: calling one fails."""
+    """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL
+    families. Declared and not defined: calling one fails."""
     import torch
 
     for name in LOOKED_UP:
