@@ -7,7 +7,7 @@ A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight answers ea
 ever writes its end token, which the plain server ignores). Its rollout throughput is the answers' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain SGLang server is started with the same options and gets the same requests at the same
-concurrency from a bare HTTP client, as often.
+concurrency from a bare HTTP client, as often; and then once more through slime-router in front of it.
 One JSON line.
 """
 
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,16 @@ def server_flags(asked: argparse.Namespace) -> list[str]:
     return flags
 
 
-def ask_server(asked: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> list[float]:
-    """Seconds of each round of a server of its own."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ask_server(asked: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> tuple[list[float], list[float]]:
+    """Seconds of each round of a server of its own: asked directly, and through slime-router."""
+    port = free_port()
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--port", str(port),
         "--device", asked.device, "--skip-server-warmup", "--log-level-http", "warning", *server_flags(asked),
@@ -159,13 +165,30 @@ def ask_server(asked: argparse.Namespace, folder: Path, prompts: list[list[int]]
     server = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
     try:
         wait_until_up(f"http://127.0.0.1:{port}")
-        return asyncio.run(rounds(asked, f"http://127.0.0.1:{port}", prompts))
+        url = f"http://127.0.0.1:{port}"
+        direct = asyncio.run(rounds(asked, url, url, prompts))
+        with routed(url) as router:
+            return direct, asyncio.run(rounds(asked, router, url, prompts))
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
-async def rounds(asked: argparse.Namespace, url: str, prompts: list[list[int]]) -> list[float]:
+@contextlib.contextmanager
+def routed(upstream: str) -> Iterator[str]:
+    """Address of a slime-router without middlewares."""
+    port = str(free_port())
+    router = subprocess.Popen(["slime-router", "--port", port, "--no-token", "--upstream", upstream], stdout=sys.stderr)
+    try:
+        wait_until_up(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        router.kill()
+        router.wait()
+
+
+async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list[list[int]]) -> list[float]:
+    """`url`: where requests go; `server`: whose cache is dropped before each round."""
     slots = asyncio.Semaphore(asked.concurrency)
     per_step = asked.requests // ANSWERS
     seconds = []
@@ -180,7 +203,7 @@ async def rounds(asked: argparse.Namespace, url: str, prompts: list[list[int]]) 
                 assert reply["meta_info"]["completion_tokens"] == asked.new_tokens, reply
 
         for step in range(asked.steps):
-            async with session.post(f"{url}/flush_cache"):
+            async with session.post(f"{server}/flush_cache"):
                 pass
             of_step = prompts[step * per_step : (step + 1) * per_step]
             began = time.perf_counter()
@@ -223,11 +246,12 @@ def main() -> None:
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         steps = run_slime(asked, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        raw = ask_server(asked, folder, [tokenizer.encode(prompt) for prompt in prompts])
+        raw, behind_router = ask_server(asked, folder, [tokenizer.encode(prompt) for prompt in prompts])
     through_slime = [
         asked.requests * step["rollout/response_len/mean"] / step["perf/rollout_time"] for step in steps[1:]
     ]
     direct = [asked.requests * asked.new_tokens / seconds for seconds in raw[1:]]
+    through_router = [asked.requests * asked.new_tokens / seconds for seconds in behind_router[1:]]
     print(
         json.dumps(
             {
@@ -238,6 +262,8 @@ def main() -> None:
                 "new_tokens": asked.new_tokens,
                 "slime_tok_s": [round(value) for value in through_slime],
                 "sglang_tok_s": [round(value) for value in direct],
+                "slime_router_tok_s": [round(value) for value in through_router],
+                "router_ratio": round(statistics.median(through_router) / statistics.median(direct), 3),
                 "ratio": round(statistics.median(through_slime) / statistics.median(direct), 3),
                 "step_s": [round(step["perf/step_time"], 3) for step in steps],
                 "train_s": [round(step["perf/train_time"], 3) for step in steps],

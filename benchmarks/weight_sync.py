@@ -73,6 +73,9 @@ class Source:
         if asked.source == "whole":
             self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(asked.device)
             self._backend = None
+            tied = self._model.config.tie_word_embeddings
+            state = self._model.state_dict()
+            self._whole = {name: state[name] for name in state if not (tied and name == "lm_head.weight")}
             return
         registry = Registry()
         resolved = registry.resolve(groups.BACKENDS, "fsdp", where="benchmark")
@@ -106,10 +109,8 @@ class Source:
         if self._backend is not None:
             yield from self._backend.export_tensors(everywhere=everywhere)
             return
-        tied = self._model.config.tie_word_embeddings
-        for name, tensor in self._model.state_dict().items():
-            if not (tied and name == "lm_head.weight"):
-                yield {name: tensor}
+        for name, tensor in self._whole.items():
+            yield {name: tensor}
 
     def close(self) -> None:
         if self._backend is not None:

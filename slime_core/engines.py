@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError
@@ -37,7 +38,16 @@ async def start_engines(
     limit = materials.model_config.get("max_position_embeddings") or 2**20
     on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
 
-    def specs(engine: Part, model: Path, indices: range, num_devices: int, *, offload: bool) -> list[EngineWorkerSpec]:
+    def specs(
+        engine: Part,
+        model: Path,
+        indices: range,
+        num_devices: int,
+        *,
+        offload: bool = False,
+        routed_experts: bool = False,
+        true_on_policy: bool = False,
+    ) -> list[EngineWorkerSpec]:
         return [
             EngineWorkerSpec(
                 agreement=agreement,
@@ -52,7 +62,10 @@ async def start_engines(
                     run_dir=run_dir,
                     trust_remote_code=config.model.trust_remote_code,
                     num_devices=num_devices,
+                    num_nodes=config.launcher.nodes_of(num_devices),
                     offload=offload,
+                    routed_experts=routed_experts,
+                    true_on_policy=true_on_policy,
                 ),
             )
             for index in indices
@@ -66,11 +79,14 @@ async def start_engines(
             range(count),
             config.launcher.rollout_num_gpus_per_engine,
             offload=config.launcher.offloads_rollout(device),
+            routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
+            true_on_policy=run.algo.keys.true_on_policy_mode,
         )
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)
         if config.data.multimodal_keys:
             require_images(of_policy, infos)
+        require_experts(of_policy, infos)
         client = EngineClient(
             engines,
             concurrency=config.rollout.concurrency,
@@ -80,7 +96,7 @@ async def start_engines(
         )
     if (row := run.teacher) is not None:
         indices = range(count, count + row.num_engines)
-        of_teacher = specs(row.engine, row.model_path, indices, row.num_devices, offload=False)
+        of_teacher = specs(row.engine, row.model_path, indices, row.num_devices)
         engines, _ = await launcher.start_engines(of_teacher)
         teacher = EngineScorer(row.name, engines)
     return client, teacher
@@ -112,4 +128,14 @@ def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]
             raise EngineError(
                 f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
                 "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
+            )
+
+
+def require_experts(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that should tell expert ids and cannot."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.routed_experts and Capability.ROUTED_EXPERTS not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} does not tell which experts it chose (train.use_rollout_routing_replay). Say "
+                "--use-routing-replay to replay the trainer's own choice, or use an engine that tells."
             )

@@ -39,7 +39,12 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.FILTERS: {
         "slime-filters": ("nonzero_std", "pass_rate_band", "length", "overlong_filter", "priority", "fresh_first"),
     },
-    groups.GENERATORS: {"slime-search-r1": ("search_r1",), "slime-agents": ("retool", "multi_agent", "openai_agent")},
+    groups.GENERATORS: {
+        "slime-search-r1": ("search_r1",),
+        "slime-agents": ("retool", "multi_agent", "openai_agent"),
+        "slime-buffer-service": ("outside_agents",),
+    },
+    groups.SOURCES: {"slime-sources": ("stream", "curriculum", "sums")},
     groups.MIDDLEWARES: {
         "slime-router": (
             "radix_cache",

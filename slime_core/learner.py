@@ -19,6 +19,7 @@ from slime_core.buffer.train_data import read_train_data, train_data_file
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
 from slime_core.config.run import DebugConfig
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.needs import Need
 from slime_core.errors import RolloutError, TrainingError
 from slime_core.launch.trainers import Dispatch, Trainers
@@ -71,7 +72,7 @@ class LearnerPlan:
         of_batch = [part.driver for part in run.algo.corrections if not part.driver.in_loss]
         return cls(
             roles=tuple(role.plan for role in run.roles),
-            old_from_rollout=keys.use_rollout_logprobs,
+            old_from_rollout=run.algo.old_from_rollout(run.steps_per_rollout),
             reads_rollout=keys.get_mismatch_metrics or Need.ROLLOUT_LOGPROBS in run.algo.needs,
             report_mismatch=keys.get_mismatch_metrics
             or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),
@@ -148,6 +149,7 @@ class Learner:
             batch = assemble(groups)
         else:
             batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
+        self._check_experts(batch)
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
@@ -279,6 +281,14 @@ class Learner:
                 "what there is."
             )
 
+    def _check_experts(self, batch: Batch) -> None:
+        wanted = [role.name for role in self._plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
+        if wanted and batch.routed_experts is None and batch.mask.any():
+            raise RolloutError(
+                "the batch has no expert ids, and train.use_rollout_routing_replay replays the engine's. Where it comes from a "
+                "file, the run that wrote that had to say --use-rollout-routing-replay too."
+            )
+
     def _check_skipped(self, role: RoleReport) -> None:
         name = role.plan.name
         for step in role.steps:
@@ -304,7 +314,13 @@ class RoleReport:
 def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
     """The batch on its way to every role that does something with it, by the role's name."""
     wanted = [task for task in tasks if task.trains or task.scoring]
-    return {task.plan.name: task.trainers.dispatch(batch, step_of_sample) for task in wanted}
+    plain = replace(batch, routed_experts=None)
+    return {
+        task.plan.name: task.trainers.dispatch(
+            batch if task.plan.routing_replay is RoutingReplay.ROLLOUT else plain, step_of_sample
+        )
+        for task in wanted
+    }
 
 
 async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Float32], dict[str, float]]:

@@ -100,6 +100,8 @@ def worker_specs(
                 total_steps=max(1, (materials.num_rollout - role.plan.idle_steps) * run.steps_per_rollout),
                 seed=config.seed,
                 trust_remote_code=config.model.trust_remote_code,
+                routing_replay=role.plan.routing_replay,
+                true_on_policy=role.head == "lm" and run.algo.keys.true_on_policy_mode,
             ),
             sender=SenderSetup(
                 rank=rank,

@@ -121,6 +121,13 @@ class Session:
     def policy(self) -> Trainers:
         return next(iter(self.roles.values()))
 
+    @property
+    def trained_versions(self) -> range:
+        """Policy versions whose tokens may be trained now, the policy's own last. What engines write that were never brought
+        any weights has version -1."""
+        oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
+        return range(oldest, self.state.version + 1)
+
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
         await self.residency.rollout()
@@ -396,6 +403,7 @@ class Session:
     def _groups_finished(
         self, step: int, accepted: Sequence[SampleGroup], refused: Sequence[tuple[SampleGroup, str]]
     ) -> None:
+        self.buffer.source.observe([*accepted, *(group for group, _ in refused)])
         rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
         self.hooks.groups_finished(event)

@@ -19,6 +19,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
 from slime_core.engines import build_middlewares, start_engines
@@ -160,6 +161,7 @@ async def assemble_session(
     with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
     middlewares = build_middlewares(run)
+    generators = build_generators(run, stack) if with_engine else {}
     try:
         async with asyncio.TaskGroup() as starting:
             trainers_task = starting.create_task(start_trained(run, materials, launcher, agreement, device, folder))
@@ -168,6 +170,8 @@ async def assemble_session(
             engines_task = starting.create_task(
                 start_engines(run, materials, launcher, agreement, device, folder.path, middlewares, with_engine, first)
             )
+            for generator in generators.values():
+                starting.create_task(generator.open())
             for part in reward_parts(run):
                 limit = part.driver.timeout_s(part.config)
                 starting.create_task(rewards.warm(part.spec(), timeout_s=limit))
@@ -207,30 +211,21 @@ async def assemble_session(
             write_train_data(train_data_file(folder.train_data, rollout_id), batch, columns)
         hooks.batch_ready(BatchReady(run=event, rollout_id=rollout_id, version=version, batch=batch, columns=columns))
 
-    generators: dict[str, Generator] = {}
-
-    def generator(part: Part) -> Generator:
-        """Equal options share one: what it opens is opened once."""
-        key = part.spec().to_json()
-        if key not in generators:
-            generators[key] = part.build()
-            stack.push_async_callback(generators[key].close)
-        return generators[key]
-
     def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
         assert client is not None
         return GroupRunner(
             settings,
-            generator=generator(generate),
+            generator=generators[generate.spec().to_json()],
             client=client,
             tokenizer=materials.tokenizer,
             rewards=rewards,
             on_failure=partial(on_failure, evaluation=settings.evaluation),
             on_trace=trace.add,
+            versions=lambda: session.trained_versions,
         )
 
     source = materials.source or NoSource()
-    return Session(
+    session = Session(
         run=run,
         event=event,
         folder=folder,
@@ -260,6 +255,7 @@ async def assemble_session(
         faults=failures,
         trace=trace,
     )
+    return session
 
 
 async def start_trained(
@@ -306,6 +302,17 @@ async def restore(session: Session, checkpoint: Path) -> None:
     session.kept_ahead = read_ahead(checkpoint, session.state)
 
 
+def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[str, Generator]:
+    """By their options: equal ones share one, so that what it opens is opened once. They are closed with the run."""
+    built: dict[str, Generator] = {}
+    for part in (run.generate, *(settings.generate for settings in run.evals if settings.generate is not None)):
+        key = part.spec().to_json()
+        if key not in built:
+            built[key] = part.build()
+            stack.push_async_callback(built[key].close)
+    return built
+
+
 def reward_parts(run: BoundRun) -> list[Part]:
     rewards = [*run.rewards, *(reward for settings in run.evals for reward in settings.rewards)]
     return list({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
@@ -338,6 +345,7 @@ def training_settings(run: BoundRun) -> GroupSettings:
         evaluation=False,
         max_retries=rollout.max_retries,
         mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
+        routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
     )
 
 

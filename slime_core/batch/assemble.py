@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from slime_core.errors import RolloutError
 from slime_core.types.batch import Batch
 from slime_core.types.batch_images import BatchImages
+from slime_core.types.routed_experts import RoutedExperts, filled_up
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 
@@ -16,7 +18,8 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
     """The samples of these groups as columns, groups in the order given, samples in the order of the group.
 
     Samples without a reward count in no group statistic. Aborted, failed and removed ones train nothing, though with a
-    reward they do count. Token masks are final in the result.
+    reward they do count. Token masks are final in the result. RolloutError if some have expert ids, and a trained one lacks
+    any that its trained tokens depend on.
     """
     samples = [sample for group in groups for sample in group.samples]
 
@@ -43,12 +46,32 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
         if any(s.span_rewards for s in samples)
         else None,
         images=BatchImages.of([[image.data for image in s.prompt.images] for s in samples]),
+        routed_experts=expert_rows(samples),
     )
 
 
 def trains(sample: Sample) -> bool:
     """Whether any of its tokens may be trained."""
     return not sample.remove_sample and sample.status not in (Status.ABORTED, Status.FAILED)
+
+
+def expert_rows(samples: Sequence[Sample]) -> RoutedExperts | None:
+    """(N, layers, top_k)"""
+    sizes = {sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None}
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        raise RolloutError(f"expert ids of several models in one batch: (layers, experts a token) {sorted(sizes)}.")
+    for sample in samples:
+        trained = np.flatnonzero(sample.loss_mask)
+        needed = sample.prompt_length + int(trained[-1]) if trains(sample) and len(trained) else 0
+        held = 0 if sample.routed_experts is None else len(sample.routed_experts)
+        if held < needed:
+            raise RolloutError(
+                f"sample {sample.index} (group {sample.group_index}) has expert ids of {held} tokens, and its last trained "
+                f"token depends on {needed}: the engine, or who made the sample, has left them out."
+            )
+    return filled_up([sample.routed_experts for sample in samples], [len(sample.tokens) for sample in samples])
 
 
 def token_versions(sample: Sample) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -8,6 +8,7 @@ import torch
 from slime_core.batch.pack_images import PixelCache, pack_images
 from slime_core.types.batch import Batch, Int64, TokenColumns, ragged_rows
 from slime_core.types.microbatch import LossColumns, MicroBatch
+from slime_core.types.routed_experts import unread
 
 
 def pack_micro_batch(
@@ -51,7 +52,19 @@ def pack_micro_batch(
         ),
         temperature=temperature,
         images=pack_images(batch, samples, pixels),
+        samples=tuple(samples.tolist()),
+        routed_experts=None if batch.routed_experts is None else expert_ids(batch, samples),
     )
+
+
+def expert_ids(batch: Batch, samples: Int64) -> torch.Tensor:
+    """(N, layers, top_k) uint8 or int32"""
+    assert batch.routed_experts is not None
+    _, layers, top_k = batch.routed_experts.shape
+    rows = batch.routed_experts[ragged_rows(batch.total_length, samples)]
+    if not len(rows):
+        rows = np.array(unread(1, layers, top_k))
+    return torch.from_numpy(rows if rows.dtype == np.uint8 else rows.astype(np.int32))
 
 
 def ragged_positions(starts: Int64, lengths: Int64) -> Int64:

@@ -24,7 +24,8 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     `tokens` and `position_ids` are local, (N / cp,): of each sequence the lower chunk, then the upper one. Padding is
     token 0 at the sequence's last position. `cu_seqlens` and `max_seqlen` stay those of the whole, padded stream
     (every offset a multiple of 2 cp). The response axis keeps the tokens that this rank's positions predict, in their
-    order; `rows` says which. `num_samples` is unchanged, so that every rank reduces over the same samples.
+    order; `rows` says which. `num_samples` is unchanged, so that every rank reduces over the same samples. Padding takes the
+    last token's expert ids.
     """
     if micro.rows is not None:
         raise ValueError("the micro-batch is already one rank's part of another")
@@ -63,6 +64,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
         mask=micro.mask[rows],
         columns=micro.columns.map_rows(rows, micro.tokens.device),
         rows=rows,
+        routed_experts=None if micro.routed_experts is None else micro.routed_experts[source],
     )
 
 

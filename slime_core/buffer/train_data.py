@@ -20,8 +20,11 @@ COLUMN: Final = "column_"
 IMAGES: Final = "images"
 """A sample's images that no sample before it has, and beside them the numbers of all its images."""
 IMAGE_NUMBERS: Final = "image_numbers"
-BY_TOKEN: Final = ("tokens",)
+BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
+OPTIONAL: Final = ("token_reward", "routed_experts", "images")
+SIZES: Final = "routed_experts_sizes"
+"""[layers, top_k]: expert ids are flat in the file."""
 
 
 def train_data_file(folder: Path, step: int) -> Path:
@@ -38,6 +41,9 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
             continue
         lengths = {BY_TOKEN: batch.total_length, BY_RESPONSE_TOKEN: batch.response_length}
         ragged = next((of for names, of in lengths.items() if field.name in names), None)
+        if values.ndim == 3:
+            whole[SIZES] = pa.array([values.shape[1:]] * batch.num_samples, pa.list_(pa.int32()))
+            ragged, values = ragged * np.prod(values.shape[1:]), values.reshape(-1)
         whole[field.name] = pa.array(values) if ragged is None else lists(values, ragged)
     for name, values in columns.present().items():
         whole[COLUMN + name] = lists(values, batch.response_length)
@@ -61,9 +67,11 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     images = read_images(table) if IMAGES in table.column_names else None
     named = {name: flat(table[name]) for name in table.column_names if name not in (IMAGES, IMAGE_NUMBERS)}
-    wanted = [field.name for field in fields(Batch) if field.name not in ("token_reward", "images")]
+    wanted = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
     if missing := [name for name in wanted if name not in named]:
         raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
+    if (sizes := named.pop(SIZES, None)) is not None:
+        named["routed_experts"] = named["routed_experts"].reshape(-1, *sizes[:2])
     own = {name: values for name, values in named.items() if not name.startswith(COLUMN)}
     batch = Batch(**own, images=images)
     columns = {name.removeprefix(COLUMN): values for name, values in named.items() if name.startswith(COLUMN)}

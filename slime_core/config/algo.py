@@ -48,6 +48,9 @@ class AlgoConfig(Table):
     """Whiten advantages over the trainable tokens of the whole batch."""
     use_rollout_logprobs: bool = False
     """Take the engine's log-probs for the old ones."""
+    true_on_policy_mode: bool = False
+    """Engine and trainer compute with batch-invariant kernels: the log-probs that the engine sampled with are the trainer's,
+    to the bit, and no forward is spent on old ones. Slower; on CPUs."""
     get_mismatch_metrics: bool = False
     """Recompute old log-probs for the trainer/engine gap metrics even when nothing else needs them."""
 

@@ -12,6 +12,7 @@ from slime_core.config.algo import AlgoConfig
 from slime_core.config.roles import BoundRole, count_ranks, trained_roles
 from slime_core.config.run import RunConfig
 from slime_core.contracts.algorithm import Recipe
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.needs import Need
 from slime_core.registry import Entry, Registry, bind
@@ -147,6 +148,11 @@ class BoundAlgo:
             and all(part.driver.in_loss for part in self.corrections)
         )
 
+    def old_from_rollout(self, steps_per_rollout: int) -> bool:
+        """Whether the old log-probs are those of the engine, so that no forward is spent on them."""
+        same = self.keys.true_on_policy_mode and not self.old_is_current(steps_per_rollout)
+        return self.keys.use_rollout_logprobs or same
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundReward:
@@ -269,6 +275,14 @@ class BoundRun:
     def least_staleness(self) -> int:
         """What rollouts that are never late are behind at most."""
         return self.config.rollout.ahead + self.config.sync.update_weights_interval - 1
+
+    @property
+    def routing_replay(self) -> RoutingReplay | None:
+        """Whose choice of experts the policy is trained with; None: its own."""
+        train = self.config.train
+        if train.use_rollout_routing_replay:
+            return RoutingReplay.ROLLOUT
+        return RoutingReplay.RECORDED if train.use_routing_replay else None
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -17,6 +18,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         batch_arithmetic,
         run_length,
         asynchrony,
+        true_on_policy,
         group_baseline,
         kl_terms,
         advantages,
@@ -30,8 +32,10 @@ def cross_checks(run: BoundRun) -> list[str]:
         needs,
         corrections,
         sampling,
+        routing_replay,
         transport,
         colocation,
+        engines_over_nodes,
         local_launcher,
         images,
     )
@@ -118,6 +122,31 @@ def asynchrony(run: BoundRun) -> list[str]:
     return problems
 
 
+def true_on_policy(run: BoundRun) -> list[str]:
+    if not run.algo.keys.true_on_policy_mode:
+        return []
+    asked, problems = "algo.true_on_policy_mode = true:", []
+    if Capability.TRUE_ON_POLICY not in run.engine.driver.may_offer:
+        problems.append(f'{asked} engine "{run.engine.name}" computes with kernels of its own. Choose another engine.')
+    problems += [
+        f'{asked} backend "{run.backend.name}": {problem}.'
+        for problem in run.backend.driver.true_on_policy_problems(run.backend.config)
+    ]
+    rollout, sync = run.config.rollout, run.config.sync
+    older = {
+        "rollout.ahead": (rollout.ahead, 0),
+        "sync.update_weights_interval": (sync.update_weights_interval, 1),
+        "rollout.partial_rollout": (rollout.partial_rollout, False),
+    }
+    problems += [
+        f"{asked} with {key} = {str(value).lower()} tokens are sampled from an older policy than the one that is trained. "
+        f"Use {str(needed).lower()}."
+        for key, (value, needed) in older.items()
+        if value != needed
+    ]
+    return problems
+
+
 def group_baseline(run: BoundRun) -> list[str]:
     n, estimators = run.config.rollout.n_samples_per_prompt, run.algo.estimators
     if n == 1 and estimators and all(part.driver.compares_group(part.config) for part in estimators):
@@ -199,16 +228,20 @@ def debug_parts(run: BoundRun) -> list[str]:
 
 
 def corrections(run: BoundRun) -> list[str]:
-    if not run.algo.keys.use_rollout_logprobs:
-        return [
+    keys, problems = run.algo.keys, []
+    if not keys.use_rollout_logprobs:
+        problems += [
             f'algo.corrections: "{part.name}" weighs how far the current log-probs are from the old ones, and with one '
             "optimiser step per rollout batch they are equal: say --num-steps-per-rollout 2 or more, or "
             "--use-rollout-logprobs, or leave it out."
             for part in run.algo.corrections
             if part.driver.compares_with_old and run.steps_per_rollout == 1
         ]
-    return [
-        f"algo.use_rollout_logprobs = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
+    if not (keys.use_rollout_logprobs or keys.true_on_policy_mode):
+        return problems
+    said = "use_rollout_logprobs" if keys.use_rollout_logprobs else "true_on_policy_mode"
+    return problems + [
+        f"algo.{said} = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
         "log-probs, which is then 0 by definition. Drop one of the two."
         for part in run.algo.corrections
         if Need.ROLLOUT_LOGPROBS in part.driver.needs
@@ -226,6 +259,42 @@ def sampling(run: BoundRun) -> list[str]:
         for key, (value, off) in cut.items()
         if value != off
     ]
+
+
+def routing_replay(run: BoundRun) -> list[str]:
+    asked, policy = run.routing_replay, run.roles[0]
+    if asked is None:
+        return []
+    key = {RoutingReplay.RECORDED: "use_routing_replay", RoutingReplay.ROLLOUT: "use_rollout_routing_replay"}[asked]
+    where, problems = f"train.{key} = true", []
+    if asked not in policy.backend.driver.replays:
+        others = sorted(policy.backend.driver.replays)
+        problems.append(
+            f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
+            "experts. Leave it out, or use a backend that does."
+        )
+    if asked is RoutingReplay.ROLLOUT:
+        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
+            problems.append(
+                f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
+                "the trainer's own choice, or use an engine that tells."
+            )
+        return problems
+    if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
+        problems.append(
+            f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
+            "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
+        )
+    if run.config.train.load_debug_train_data is not None:
+        problems.append(
+            f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
+        )
+    if run.config.train.on_nonfinite == "skip":
+        problems.append(
+            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
+            "where the choices of experts are. Leave one of them out."
+        )
+    return problems
 
 
 def transport(run: BoundRun) -> list[str]:
@@ -280,6 +349,24 @@ def images(run: BoundRun) -> list[str]:
             "--opd-teacher-load instead."
         )
     return list(dict.fromkeys(problems))
+
+
+def engines_over_nodes(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
+    if run.teacher is not None:
+        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    for key, engine, num_devices in engines:
+        if launcher.nodes_of(num_devices) == 1:
+            continue
+        asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
+        if launcher.name == "local":
+            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
+        if not engine.driver.spans_nodes:
+            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
+        if num_devices % launcher.num_gpus_per_node:
+            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
+    return problems
 
 
 def local_launcher(run: BoundRun) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import ACTOR, REFERENCE, TEACHER
+from slime_core.contracts.backend import ACTOR, REFERENCE, TEACHER, RoutingReplay
 from slime_core.contracts.needs import Need
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class RolePlan:
     """Of `TokenColumns`: what its loss gets to see."""
     corrected: bool = False
     """Off-policy corrections weigh its loss."""
+    routing_replay: RoutingReplay | None = None
+    """Whose choice of experts it is trained with."""
     refreshed_copies: tuple[str, ...] = ()
     """Frozen copies that `train.ref_update_interval` brings up to date."""
 
@@ -110,8 +112,11 @@ def actor(run: BoundRun) -> BoundRole:
     """The policy: the recipe's loss with its KL, entropy and correction terms."""
     algo, keys, model = run.algo, run.algo.keys, run.config.model
     others = algo.credit_needs | algo.critic_needs
-    old_is_current = algo.old_is_current(run.steps_per_rollout)
-    reads_old = Need.OLD_LOGPROBS in algo.needs and not keys.use_rollout_logprobs
+    # Recorded choices are those of that forward.
+    recorded = run.routing_replay is RoutingReplay.RECORDED
+    old_is_current = algo.old_is_current(run.steps_per_rollout) and not recorded
+    old_from_rollout = algo.old_from_rollout(run.steps_per_rollout)
+    reads_old = Need.OLD_LOGPROBS in algo.needs and not old_from_rollout
     wants_reference = Need.REF_LOGPROBS in algo.needs
     scoring = []
     # Mismatch metrics compare the trainer's own, also where the loss takes the engine's for the old ones.
@@ -136,6 +141,7 @@ def actor(run: BoundRun) -> BoundRole:
             scoring=tuple(scoring),
             columns=CREDIT_COLUMNS | {need.value for need in given} | {"correction"},
             corrected=True,
+            routing_replay=run.routing_replay,
             refreshed_copies=refreshed,
         ),
         head="lm",
@@ -147,7 +153,7 @@ def actor(run: BoundRun) -> BoundRole:
             entropy_coef=keys.entropy_coef,
             corrections=tuple(part for part in algo.corrections if part.driver.in_loss),
             old_from_current=old_is_current,
-            old_from_rollout=keys.use_rollout_logprobs,
+            old_from_rollout=old_from_rollout,
         ),
         needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
         backend=run.backend,

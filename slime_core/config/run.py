@@ -140,7 +140,7 @@ class LauncherConfig(Table):
     rollout_num_gpus_per_engine: int = Field(1, gt=0)
     """Devices of one engine."""
     num_gpus_per_node: int = Field(8, gt=0)
-    """Devices of a machine."""
+    """Devices of a machine; an engine that has more of them spans several."""
     colocate: bool = False
     """Trainer and engines share the devices, and take turns on them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -151,6 +151,10 @@ class LauncherConfig(Table):
     def offloads_rollout(self, device: str) -> bool:
         """Whether engines give memory back between rollouts."""
         return self.colocate and (device == "cuda" if self.offload_rollout is None else self.offload_rollout)
+
+    def nodes_of(self, num_devices: int) -> int:
+        """Machines that an engine spans."""
+        return -(-num_devices // self.num_gpus_per_node)
 
     @property
     def num_engines(self) -> int:

@@ -91,6 +91,11 @@ class TrainConfig(OptimizerConfig):
     """Samples in a micro-batch when use_dynamic_batch_size is off."""
     balance_data: bool = True
     """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
+    use_routing_replay: bool = False
+    """Training takes the experts that the forward of the old log-probs chose (routing replay, R2)."""
+    use_rollout_routing_replay: bool = False
+    """Training, and the forward of the old log-probs, take the experts that the engine chose (rollout routing replay, R3);
+    includes use_routing_replay."""
     max_skipped_steps: int = Field(3, ge=0)
     """Non-finite optimiser steps in a row that are skipped; one more and the run fails."""
     on_nonfinite: Literal["error", "skip"] = "error"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -29,6 +30,17 @@ ACTOR = "actor"
 """Name of the trained weights in `score(weights=...)`, whichever role they are of."""
 REFERENCE = "reference"
 TEACHER = "teacher"
+
+
+class RoutingReplay(StrEnum):
+    """Whose choice of experts the trained weights go by, in `score` and `train_step`. Gates are computed from the current
+    router's scores of these experts, so routers still learn. Frozen copies choose by themselves."""
+
+    RECORDED = "recorded"
+    """`score` of the trained weights keeps what their routers chose for each of `MicroBatch.samples`, and `train_step` takes
+    it again; the next `score` begins anew."""
+    ROLLOUT = "rollout"
+    """The engine's: `MicroBatch.routed_experts`, in `score` of the trained weights and in `train_step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,11 @@ class TrainerSetup:
     """Optimiser steps of the whole run, for the learning-rate schedule."""
     seed: int
     trust_remote_code: bool = False
+    routing_replay: RoutingReplay | None = None
+    """One of those that the driver says that it replays; ModelError if the model has no experts."""
+    true_on_policy: bool = False
+    """Compute every forward with `slime_core.invariant`, so that log-probs are the engine's to the bit; only where
+    `BackendDriver.true_on_policy_problems` has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,6 +199,8 @@ class BackendDriver(Driver[TrainBackend]):
     )
     takes_images: ClassVar[bool] = False
     """It reads `MicroBatch.images`; a run with images is refused where it does not."""
+    replays: ClassVar[frozenset[RoutingReplay]] = frozenset()
+    """Whose choices of experts it can go by."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
     """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
     others, and `--resume FOLDER` goes on with it."""
@@ -195,6 +214,11 @@ class BackendDriver(Driver[TrainBackend]):
     @abstractmethod
     def layout(cls, config: Any, rank: int, world_size: int) -> Layout:
         """Pure; the config has passed `problems`."""
+
+    @classmethod
+    def true_on_policy_problems(cls, config: Any) -> list[str]:
+        """What keeps a trainer with these options from `TrainerSetup.true_on_policy`; empty if it can."""
+        return ["this backend computes with kernels of its own"]
 
     @classmethod
     def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

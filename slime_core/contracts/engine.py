@@ -38,6 +38,7 @@ class Capability(StrEnum):
     TOP_P_IDS = "top_p_ids"
     """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
     ROUTED_EXPERTS = "routed_experts"
+    """Tells which experts the router of each layer chose for a token, where `EngineSetup.routed_experts` asks for it."""
     VERSION_SPANS = "version_spans"
     """Reports the policy version of each token span, also when weights change under a running request."""
     SLEEP = "sleep"
@@ -47,6 +48,9 @@ class Capability(StrEnum):
     """Takes requests with images, for the model that it has."""
     REPLAY = "replay"
     """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
+    TRUE_ON_POLICY = "true_on_policy"
+    """Told to (`EngineSetup.true_on_policy`), it computes with the kernels of `slime_core.invariant` alone: the log-probs of
+    what it decoded are those of a trainer that does so too, to the bit."""
 
 
 class Memory(StrEnum):
@@ -72,9 +76,25 @@ class EngineSetup:
     run_dir: Path
     trust_remote_code: bool = False
     num_devices: int = 1
-    """Devices of this engine; on a CPU processes that share its cores."""
+    """Devices of this engine, on all its machines; on a CPU processes that share its cores."""
+    host: str = "127.0.0.1"
+    """This machine's address, as whoever talks to the engine reaches it; the loopback where all are on one machine."""
+    num_nodes: int = 1
+    """Machines that the engine spans, with equally many devices on each."""
+    node_rank: int = 0
+    """Which of them this is. The first one serves; on the others nothing but `start`, `health` and `stop` is called."""
+    rendezvous: str | None = None
+    """HOST:PORT on the first one, where they meet."""
     offload: bool = False
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
+    routed_experts: bool = False
+    """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
+    true_on_policy: bool = False
+    """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
+
+    @property
+    def devices_here(self) -> int:
+        return self.num_devices // self.num_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +208,8 @@ class RolloutEngine(ABC):
 class EngineDriver(Driver[RolloutEngine]):
     transports: ClassVar[tuple[str, ...]] = ()
     """Names of weight transports that it understands, the preferred one first."""
+    spans_nodes: ClassVar[bool] = False
+    """One engine may have devices on several machines."""
     may_offer: ClassVar[frozenset[Capability]] = frozenset()
     """What an installation of it can offer at best; `EngineInfo` says what it does offer."""
 

@@ -40,6 +40,10 @@ class Episode(Protocol):
         """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
 
     @property
+    def versions(self) -> range:
+        """Policy versions whose tokens may be trained now, the policy's own last."""
+
+    @property
     def kept(self) -> Sample | None:
         """What a partial rollout left of this answer."""
 
@@ -62,6 +66,10 @@ class Episode(Protocol):
 class Generator(ABC):
     """Stateless between episodes; many episodes run at once in one event loop, so nothing may block. A run builds one for
     each set of options; training and evaluation sets with equal ones share it."""
+
+    async def open(self) -> None:
+        """Once, while trainers and engines start: PluginError, with what to type, if what it depends on is not there."""
+        return
 
     @abstractmethod
     async def generate(self, episode: Episode) -> Sequence[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.contracts.driver import Driver
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slime_core.types.prompt import Prompt
+    from slime_core.types.sample import SampleGroup
 
 
 class Renderer(Protocol):
@@ -42,6 +43,11 @@ class DataSource(ABC):
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def observe(self, groups: Sequence[SampleGroup]) -> None:
+        """Of a step whose groups are complete: the accepted ones with their rewards, then the rejected ones. What a source
+        makes of it decides later draws, and belongs to its state."""
+        return
 
     @property
     @abstractmethod

@@ -49,13 +49,14 @@ class EngineSeat:
     """What an engine was started with, and where it is now."""
 
     spec: EngineWorkerSpec
-    group: Any
-    bundle: int
+    places: Sequence[tuple[Any, int]]
+    """Placement group and bundle on each of its machines."""
     options: dict[str, Any]
-    devices: Sequence[str]
-    """Those that it shares with a trainer."""
+    devices: Sequence[Sequence[str]]
+    """Those that it shares with a trainer, by machine."""
     crew: Crew
-    member: Member
+    members: Sequence[Member] = ()
+    """By machine; the first one serves."""
 
 
 class RayLauncher(Launcher):
@@ -106,10 +107,12 @@ class RayLauncher(Launcher):
                 ]
                 for crew, of_role in zip(crews, roles, strict=True)
             ]
-            located = [await self._locate(crew, members, group) for crew, members in zip(crews, placed, strict=True)]
+            located = [await self._locate(crew, members) for crew, members in zip(crews, placed, strict=True)]
             bundles = by_device(located[0])
             if self._config.colocate and not self._shared_slots:
-                self._shared_slots = [located[0][bundle] for bundle in bundles]
+                self._shared_slots = [
+                    Slot(group=group, bundle=bundle, location=located[0][bundle]) for bundle in bundles
+                ]
                 self._shared_gpus = gpus / roles_on_device
         return [
             rank
@@ -140,35 +143,51 @@ class RayLauncher(Launcher):
         async with self._placing if self._config.colocate else contextlib.nullcontext():
             cluster = self._enter()
             shared = [] if self._seats else list(self._shared_slots)
-        per_engine = specs[0].setup.num_devices
-        gpus = float(per_engine) if specs[0].setup.device == "cuda" else 0.0
+        num_nodes, per_node = specs[0].setup.num_nodes, specs[0].setup.devices_here
+        num_parts = len(specs) * num_nodes
+        gpus = float(per_node) if specs[0].setup.device == "cuda" else 0.0
         cpus = self._config.num_cpus_per_worker
         options: dict[str, Any] = {
             "num_cpus": cpus,
             "num_gpus": gpus,
-            "runtime_env": self._runtime_env(cluster, self._num_ranks + len(specs)),
+            "runtime_env": self._runtime_env(cluster, self._num_ranks + num_parts),
             "max_concurrency": max(spec.setup.max_batch for spec in specs) + CONTROL_CALLS,
         }
         if shared:
-            parts = shares_of(shared, len(specs), per_engine)
+            parts = shares_of(shared, num_parts, per_node)
             options["num_gpus"] = self._shared_gpus
             places = [(part[0].group, part[0].bundle) for part in parts]
             devices = [tuple(name for slot in part for name in slot.location.devices) for part in parts]
         else:
-            group = await self._reserve(len(specs), cpus, gpus, "engines")
-            places = [(group, bundle) for bundle in range(len(specs))]
-            devices = [() for _ in specs]
-        handles, started = [], []
-        for spec, (group, bundle), own in zip(specs, places, devices, strict=True):
+            group = await self._reserve(num_parts, cpus, gpus, "engines")
+            places = [(group, bundle) for bundle in range(num_parts)]
+            devices = [() for _ in places]
+        seats = []
+        for number, spec in enumerate(specs):
+            own = slice(number * num_nodes, (number + 1) * num_nodes)
             crew = self._new_crew(farewell="stop")
-            name = f"engine {spec.setup.index}"
-            member = self._place(crew, EngineActor, group, bundle, options, name, EngineError)
-            handles.append(RayEngine(member, crew))
-            started.append(self._start_engine(crew, member, spec, own))
-            self._seats[spec.setup.index] = EngineSeat(
-                spec=spec, group=group, bundle=bundle, options=options, devices=own, crew=crew, member=member
+            seat = EngineSeat(spec=spec, places=places[own], devices=devices[own], options=options, crew=crew)
+            self._seats[spec.setup.index] = seat
+            self._take(seat)
+            seats.append(seat)
+        infos = await together([self._start_engine(seat) for seat in seats])
+        return [RayEngine(seat.members, seat.crew) for seat in seats], infos
+
+    def _take(self, seat: EngineSeat) -> None:
+        """Its actors, not located yet."""
+        index, beside = seat.spec.setup.index, len(seat.places) > 1
+        seat.members = [
+            self._place(
+                seat.crew,
+                EngineActor,
+                group,
+                bundle,
+                seat.options,
+                f"engine {index}, machine {number}" if beside else f"engine {index}",
+                EngineError,
             )
-        return handles, await together(started)
+            for number, (group, bundle) in enumerate(seat.places)
+        ]
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         seat = self._seats[index]
@@ -177,21 +196,20 @@ class RayLauncher(Launcher):
         await seat.crew.end(failed=True)
         self._crews = [crew for crew in self._crews if crew is not seat.crew]
         if not died:
-            kill_here(seat.member)
+            for member in seat.members:
+                kill_here(member)
         seat.crew = self._new_crew(farewell="stop")
-        seat.member = self._place(
-            seat.crew, EngineActor, seat.group, seat.bundle, seat.options, f"engine {index}", EngineError
-        )
+        self._take(seat)
         try:
             async with asyncio.timeout(self._placement_timeout_s):
-                await seat.crew.run(seat.member, seat.member.actor.locate.remote())
+                await self._locate(seat.crew, seat.members)
         except TimeoutError as error:
             raise EngineError(
                 f"engine {index}: Ray has not started a process for it within {self._placement_timeout_s:g} s; its place "
                 "may be taken, or its machine gone."
             ) from error
-        info = await self._start_engine(seat.crew, seat.member, seat.spec, seat.devices)
-        return RayEngine(seat.member, seat.crew), info
+        info = await self._start_engine(seat)
+        return RayEngine(seat.members, seat.crew), info
 
     def share(self, value: Any) -> Any:
         return ray.put(value)
@@ -263,11 +281,11 @@ class RayLauncher(Launcher):
         crew.add(member)
         return member
 
-    async def _locate(self, crew: Crew, members: Sequence[Member], group: Any) -> list[Slot]:
+    async def _locate(self, crew: Crew, members: Sequence[Member]) -> list[Location]:
         locations = await together([crew.run(member, member.actor.locate.remote()) for member in members])
         for member, location in zip(members, locations, strict=True):
             member.location = location
-        return [Slot(group=group, bundle=bundle, location=location) for bundle, location in enumerate(locations)]
+        return locations
 
     async def _with_places(
         self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
@@ -289,13 +307,26 @@ class RayLauncher(Launcher):
             for rank, spec in enumerate(specs)
         ]
 
-    async def _start_engine(
-        self, crew: Crew, member: Member, spec: EngineWorkerSpec, devices: Sequence[str]
-    ) -> EngineInfo:
-        member.location = await crew.run(member, member.actor.locate.remote())
-        info: EngineInfo = await crew.run(member, member.actor.resolve.remote(spec, devices))
+    async def _start_engine(self, seat: EngineSeat) -> EngineInfo:
+        """What the first machine's part says; all of them start together, and wait for each other."""
+        crew, first = seat.crew, seat.members[0]
+        locations = await self._locate(crew, seat.members)
+        hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
+        rendezvous = None
+        if len(seat.members) > 1:
+            rendezvous = f"{hosts[0]}:{await crew.run(first, first.actor.free_port.remote())}"
+        told = [
+            replace(seat.spec, setup=replace(seat.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous))
+            for rank, host in enumerate(hosts)
+        ]
+        infos: list[EngineInfo] = await together(
+            [
+                crew.run(member, member.actor.resolve.remote(spec, devices))
+                for member, spec, devices in zip(seat.members, told, seat.devices, strict=True)
+            ]
+        )
         crew.ready()
-        return info
+        return infos[0]
 
 
 def kill_here(member: Member) -> None:
@@ -316,9 +347,14 @@ def node_of(member: Member) -> str:
     return member.location.node
 
 
-def by_device(slots: Sequence[Slot]) -> list[int]:
+def is_one_machine() -> bool:
+    """Nobody has to be reached over a network."""
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
+
+
+def by_device(locations: Sequence[Location]) -> list[int]:
     """Bundles in the order of ranks: by node, then by device."""
-    return sorted(range(len(slots)), key=lambda bundle: (slots[bundle].location.order, bundle))
+    return sorted(range(len(locations)), key=lambda bundle: (locations[bundle].order, bundle))
 
 
 def devices_of_nodes(by_rank: Sequence[Member]) -> dict[str, list[str]]:
@@ -330,19 +366,20 @@ def devices_of_nodes(by_rank: Sequence[Member]) -> dict[str, list[str]]:
     return devices
 
 
-def shares_of(slots: Sequence[Slot], num_engines: int, per_engine: int) -> list[Sequence[Slot]]:
-    """The trainer's slots that each engine shares: neighbours, on one node."""
-    if num_engines * per_engine > len(slots):
+def shares_of(slots: Sequence[Slot], num_parts: int, size: int) -> list[Sequence[Slot]]:
+    """The trainer's slots that each engine shares, or each machine's part of one: neighbours, on one node."""
+    if num_parts * size > len(slots):
         raise ConfigError(
-            f"launcher.colocate: {num_engines} engines of {per_engine} devices do not fit on the trainer's "
+            f"launcher.colocate: {num_parts} engines of {size} devices do not fit on the trainer's "
             f"{len(slots)}. Lower launcher.rollout_num_gpus or raise launcher.actor_num_gpus_per_node."
         )
-    parts = [slots[start : start + per_engine] for start in range(0, num_engines * per_engine, per_engine)]
+    parts = [slots[start : start + size] for start in range(0, num_parts * size, size)]
     for part in parts:
         if len({slot.location.node for slot in part}) > 1:
             raise ConfigError(
-                f"launcher.rollout_num_gpus_per_engine = {per_engine}: an engine would span two machines. Choose a "
-                "divisor of the trainer's ranks per machine."
+                f"launcher.colocate: {size} neighbouring devices of an engine would be on two machines. Choose "
+                "launcher.rollout_num_gpus_per_engine as a divisor of the trainer's ranks per machine, or, for an engine that "
+                "spans machines, launcher.num_gpus_per_node."
             )
     return parts
 

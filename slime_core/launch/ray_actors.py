@@ -68,11 +68,7 @@ class TrainActor:
         return Location.here()
 
     def free_port(self) -> int:
-        """A TCP port of this node that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        return free_port()
 
     def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
         """`devices`: of all ranks of the role on this node, by local rank; collectives want to see each other's."""
@@ -102,6 +98,9 @@ class EngineActor:
 
     async def locate(self) -> Location:
         return Location.here()
+
+    async def free_port(self) -> int:
+        return free_port()
 
     async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
         """`devices`: all of this engine's, where it shares them with a trainer."""
@@ -133,6 +132,14 @@ class EngineActor:
     async def call(self, method: str, *args: Any) -> Any:
         assert self._worker is not None
         return await self._worker.call(method, *args)
+
+
+def free_port() -> int:
+    """A TCP port of this node that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def show_devices(devices: Sequence[str]) -> None:

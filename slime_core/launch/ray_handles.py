@@ -8,11 +8,15 @@ from typing import Any, Final
 
 import ray
 
-from slime_core.launch.ray_crew import Crew, Member
+from slime_core.launch.ray_crew import Crew, Member, together
 from slime_core.types.completion import Completion, GenerateRequest
 
 ITEMS_AHEAD: Final = 2
 """How many streamed items an actor makes before the first of them is taken: shared memory holds this many buckets."""
+
+
+OF_ALL: Final = frozenset({"health"})
+"""What every machine of an engine is asked; the others are for the one that serves."""
 
 
 class RayRank:
@@ -35,10 +39,11 @@ class RayRank:
 
 
 class RayEngine:
-    """An engine in an actor."""
+    """An engine in an actor, or in one on each of its machines."""
 
-    def __init__(self, member: Member, crew: Crew) -> None:
-        self._member = member
+    def __init__(self, members: Sequence[Member], crew: Crew) -> None:
+        """`members`: the first one serves."""
+        self._member, *self._beside = members
         self._crew = crew
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
@@ -54,7 +59,9 @@ class RayEngine:
                 ray.cancel(answers)
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._crew.run(self._member, self._member.actor.call.remote(method, *args))
+        asked = [self._member, *(self._beside if method in OF_ALL else ())]
+        answers = await together([self._crew.run(member, member.actor.call.remote(method, *args)) for member in asked])
+        return answers[0]
 
 
 async def next_value(items: Any) -> Any:

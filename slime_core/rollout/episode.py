@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from slime_core.errors import RewardError
 from slime_core.rollout.client import EngineClient
+from slime_core.rollout.routed import RoutedSequences
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
@@ -48,7 +49,10 @@ class EngineEpisode:
         evaluation: bool,
         kept: Sample | None = None,
         scorer: Scorer | None = None,
+        routed_experts: bool = False,
+        versions: Callable[[], range] = lambda: range(1),
     ) -> None:
+        """`routed_experts`: engines are asked for expert ids."""
         self.prompt = prompt
         self.sampling = sampling
         self.tokenizer = tokenizer
@@ -68,6 +72,12 @@ class EngineEpisode:
         self._client = client
         self.kept = kept
         self._scorer = scorer
+        self._routed = RoutedSequences(kept) if routed_experts else None
+        self._versions = versions
+
+    @property
+    def versions(self) -> range:
+        return self._versions()
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
         started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
@@ -97,6 +107,7 @@ class EngineEpisode:
             seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
             session_id=self._id,
             images=images_of(self.prompt, token_ids),
+            routed_experts_from=None if self._routed is None else self._routed.known(token_ids),
         )
         self.request_ids.append(request.request_id)
         if self._stop.is_set():
@@ -118,7 +129,7 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
-        return completion
+        return completion if self._routed is None else self._routed.joined(request, completion)
 
     def trace(self, seconds: float) -> AnswerTrace:
         """What took how long in this answer, which took `seconds` in all."""

@@ -41,6 +41,8 @@ class GroupSettings:
     max_retries: int
     mask_offpolicy: bool = False
     """Kept tokens are not trained if a newer policy went on with them."""
+    routed_experts: bool = False
+    """Samples are to bring the engines' expert ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,9 @@ class GroupRunner:
         rewards: Judge | None,
         on_failure: Callable[[SampleFailure], None],
         on_trace: Callable[[GroupTrace], None] = lambda trace: None,
+        versions: Callable[[], range] = lambda: range(1),
     ) -> None:
+        """`versions`: whose tokens may be trained now."""
         self.settings = settings
         self._generator = generator
         self._client = client
@@ -95,6 +99,7 @@ class GroupRunner:
         self._rewards = rewards
         self._on_failure = on_failure
         self._on_trace = on_trace
+        self._versions = versions
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
         """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
@@ -190,6 +195,8 @@ class GroupRunner:
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
                 scorer=None if self._rewards is None else self._score,
+                routed_experts=self.settings.routed_experts,
+                versions=self._versions,
             )
             episodes.append(episode)
             began = time.perf_counter()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.prompt import Prompt
+from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import Sample, Status, VersionSpan
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Trajectory:
         self._log_probs: list[npt.NDArray[np.float32]] = []
         self._spans: list[VersionSpan] = []
         self._length = 0
+        self._routed_experts: RoutedExperts | None = None
         self.status = Status.PENDING
         self.counts: Counter[str] = Counter()
         """Turns, calls of tools and the like, for whoever grows it to count; their means are metrics."""
@@ -72,6 +74,21 @@ class Trajectory:
         self._spans += [VersionSpan(v, s + self._length, e + self._length) for v, s, e in completion.spans if e > s]
         self._append(completion.token_ids, np.ones(length, np.uint8), completion.log_probs)
         self.status = STATUS_OF_FINISH[completion.finish_reason]
+        self._route(completion)
+
+    def _route(self, completion: Completion) -> None:
+        """The answer's expert ids are those of the whole sequence that it ends."""
+        ids = completion.routed_experts
+        if ids is None:
+            return
+        read = len(self.prompt.token_ids) + self._length - 1
+        if len(ids) < read:
+            raise EngineError(
+                f"request {completion.request_id}: the answer has expert ids of {len(ids)} tokens, and the trajectory that it "
+                f"was appended to has {read} before its last: it was not asked to continue this one."
+            )
+        # A generator may have left out the end of the answer.
+        self._routed_experts = ids[:read]
 
     def append_environment(self, token_ids: npt.ArrayLike) -> None:
         """What a tool or the environment wrote: seen by the model, never trained."""
@@ -97,13 +114,15 @@ class Trajectory:
             status=status or self.status,
             reward=reward,
             metadata={**self.prompt.metadata, **(metadata or {})},
+            routed_experts=self._routed_experts,
             counts=dict(self.counts),
         )
 
     def restart_from(self, sample: Sample) -> None:
-        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans, counts."""
+        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans, expert ids, counts."""
         self._append(sample.response_tokens, sample.loss_mask, sample.rollout_log_probs)
         self._spans += list(sample.spans)
+        self._routed_experts = sample.routed_experts
         self.counts.update(sample.counts)
         self.status = sample.status
 

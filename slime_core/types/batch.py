@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.types.batch_images import BatchImages
+from slime_core.types.routed_experts import RoutedExperts
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -61,6 +62,9 @@ class Batch:
     """(M,) what process rewards give at a trained token, as a part of `reward`; None: no sample has any."""
     images: BatchImages | None = None
     """None: no prompt has any."""
+    routed_experts: RoutedExperts | None = None
+    """(N, layers, top_k) expert ids of the engine's forward of each token. Tokens that it has not read, such as the last of
+    each sample, have distinct ids that mean nothing. None: nobody told."""
 
     @property
     def num_samples(self) -> int:
@@ -110,6 +114,7 @@ class Batch:
             "rollout_log_probs": response_rows,
             "version": response_rows,
             "token_reward": response_rows,
+            "routed_experts": token_rows,
         }
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "images"}
         return Batch(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.types.image import Image
+from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import VersionSpan
 
 
@@ -50,6 +51,9 @@ class GenerateRequest:
     text: str | None = None
     """A prompt whose tokens are not known yet: then `token_ids` is empty, and a middleware must fill it in, since engines
     take tokens alone."""
+    routed_experts_from: int | None = None
+    """The answer is to tell the expert ids of the tokens from this position on, at most the prompt's length; None: of none.
+    Only with `Capability.ROUTED_EXPERTS`."""
 
 
 class FinishReason(StrEnum):
@@ -77,6 +81,10 @@ class Completion:
     """Seconds that the request waited for a place in an engine."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
     """(P,) of a request that came as text: what the engine continued."""
+    routed_experts: RoutedExperts | None = None
+    """(P + R - 1 - start, layers, top_k) expert ids of the tokens [start, P + R - 1), start being the request's
+    `routed_experts_from`; to generators start is 0. The last token was sampled and not read. None: not asked for, or no token
+    was written."""
 
     @classmethod
     def empty(cls, request: GenerateRequest, reason: FinishReason) -> Completion:

@@ -88,6 +88,10 @@ class MicroBatch:
     """(T,) int64 rows of the whole micro-batch's response axis that this rank holds; None: all of them."""
     images: MicroImages | None = None
     """None: no prompt in it has any."""
+    samples: tuple[int, ...] = ()
+    """(S,) numbers that stand for the same samples in every forward over a batch, however they are packed."""
+    routed_experts: Tensor | None = None
+    """(N, layers, top_k) integers: expert ids of the engine's forwards, where they are to be replayed."""
 
     @property
     def num_tokens(self) -> int:
@@ -109,4 +113,5 @@ class MicroBatch:
             columns=self.columns.map_rows(None, device),
             rows=None if self.rows is None else move(self.rows),
             images=None if self.images is None else self.images.to(device),
+            routed_experts=None if self.routed_experts is None else move(self.routed_experts),
         )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.types.prompt import Prompt
+from slime_core.types.routed_experts import RoutedExperts
 
 
 class Status(StrEnum):
@@ -73,6 +74,9 @@ class Sample:
     remove_sample: bool = False
     """Counts in its group's statistics, trains nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: RoutedExperts | None = None
+    """(F, layers, top_k) expert ids of the first F <= T - 1 tokens, those that the engine has read: tokens behind the last that
+    it wrote are never among them. None: nobody told."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """What its generator counted, such as turns and calls of tools; their means are metrics."""
 

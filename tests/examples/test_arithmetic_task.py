@@ -57,3 +57,14 @@ def test_sft(run_example: RunExample) -> None:
 def test_distill(run_example: RunExample) -> None:
     ran = run_example("distill", *SHORT)
     assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+
+
+def test_true_on_policy(run_example: RunExample) -> None:
+    ran = run_example("true_on_policy", "--rollout-batch-size", "192", "--num-rollout", "6", "--lr-warmup-iters", "4")
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+    steps = ran.metrics("train/step")
+    assert len(steps) == 24
+    assert {step["train/train_rollout_logprob_abs_diff"] for step in steps} == {0.0}
+    assert {step["train/mis_ratio_max"] for step in steps} == {1.0}
+    off = run_example("true_on_policy", "--rollout-batch-size", "32", "--num-rollout", "1", "--no-true-on-policy-mode")
+    assert all(0 < step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in off.metrics("train/step"))

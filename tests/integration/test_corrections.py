@@ -9,6 +9,8 @@ import pytest
 if TYPE_CHECKING:
     from conftest import TinyRun
 
+pytestmark = pytest.mark.runs
+
 NEAR = 1e-5
 
 

@@ -19,6 +19,8 @@ from slime_core.buffer.table import read_groups
 if TYPE_CHECKING:
     from conftest import TinyRun
 
+pytestmark = pytest.mark.runs
+
 CONFIG, MODEL, DATA = 2, 3, 3
 ANSWERS = ["0", "12", "3+4", "", "55555", "1 1", "7", "90"]
 STEPS = 4

@@ -1,4 +1,4 @@
-"""Generators in a run: built once for equal options, what they count is logged, and they are closed at its end."""
+"""Generators in a run: built and opened once for equal options, what they count is logged, and they are closed at its end."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class Counting(Generator):
     def __init__(self):
         log("built")
 
+    async def open(self):
+        log("opened")
+
     async def generate(self, episode):
         trajectory = episode.trajectory()
         trajectory.append_completion(await episode.complete(trajectory.tokens))
@@ -44,7 +47,7 @@ def test_a_generator_of_ones_own(tiny: TinyRun) -> None:
     ended = tiny.run("--plugin", "counting.py", "--generate", "counting", "--num-rollout", "1", *sets)
     assert ended.code == 0, ended.err
     # Training and two evaluation sets.
-    assert (tiny / "generators.log").read_text().split() == ["built", "closed"]
+    assert (tiny / "generators.log").read_text().split() == ["built", "opened", "closed"]
     metrics = {name: value for record in tiny.metrics() for name, value in record["metrics"].items()}
     assert metrics["rollout/count/calls"] == metrics["eval/one/count/calls"] == metrics["eval/two/count/calls"] == 1.0
     assert 0.0 < metrics["eval/one/count/long"] <= 1.0

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -147,7 +148,13 @@ class FakeEngine:
     async def start(self, setup):
         self.index = setup.index
         self.run_dir = setup.run_dir
+        if setup.num_nodes > 1:
+            told = {"host": setup.host, "rendezvous": setup.rendezvous, "pid": os.getpid()}
+            (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(told))
         return EngineInfo(capabilities=frozenset(), address=f"engine-{setup.index}")
+
+    async def health(self):
+        pass
 
     async def generate(self, requests):
         (request,) = requests
@@ -508,12 +515,13 @@ async def test_ranks_follow_nodes_and_devices():
     slots = [
         slot("10.0.0.10", "b", "1"), slot("10.0.0.9", "a", "10"), slot("10.0.0.10", "b", "0"), slot("10.0.0.9", "a", "2")
     ]  # fmt: skip
-    assert by_device(slots) == [3, 1, 2, 0]
-    ordered = [slots[bundle] for bundle in by_device(slots)]
+    bundles = by_device([one.location for one in slots])
+    assert bundles == [3, 1, 2, 0]
+    ordered = [slots[bundle] for bundle in bundles]
     assert [[s.location.devices[0] for s in part] for part in shares_of(ordered, 2, 2)] == [["2", "10"], ["0", "1"]]
     with pytest.raises(ConfigError, match="3 engines of 2 devices do not fit on the trainer's 4"):
         shares_of(ordered, 3, 2)
-    with pytest.raises(ConfigError, match="would span two machines"):
+    with pytest.raises(ConfigError, match="would be on two machines"):
         shares_of(ordered, 1, 3)
 
 
@@ -548,6 +556,29 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     if signal_sent is signal.SIGKILL:
         with pytest.raises(EngineError, match=f"pid {pid}"):
             await engine.call("version")
+
+
+async def test_an_engine_over_two_machines_lives_and_dies_as_one(workers, tmp_path):
+    (spec,) = engine_specs(tmp_path, 1)
+    setup = replace(spec.setup, index=2, num_devices=2, num_nodes=2)
+    (engine,), (info,) = await workers.launcher.start_engines([replace(spec, setup=setup)])
+
+    def told():
+        return [json.loads((tmp_path / f"machine_{rank}.json").read_text()) for rank in range(2)]
+
+    first, beside = told()
+    assert info.pid == first["pid"] == await engine.call("version") != beside["pid"]
+    assert {first["host"], beside["host"]} == {"127.0.0.1"}
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", first["rendezvous"])
+    assert first["rendezvous"] == beside["rendezvous"]
+    await engine.call("health")
+    os.kill(beside["pid"], signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"engine 2, machine 1 \(node 127.0.0.1, pid {beside['pid']}\) is gone"):
+        await engine.call("health")
+    successor, _ = await workers.launcher.restart_engine(2)
+    await gone([first["pid"], beside["pid"]])
+    await successor.call("health")
+    assert {machine["pid"] for machine in told()}.isdisjoint({first["pid"], beside["pid"]})
 
 
 async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, tmp_path):

@@ -261,6 +261,14 @@ def test_the_local_launcher_has_one_rank(bound, complaints):
     assert bound("--launcher", "ray", "--actor-num-gpus-per-node", "4", "--actor-num-nodes", "2").num_ranks == 8
 
 
+def test_an_engine_over_several_machines(complaints):
+    asked = ("--num-gpus-per-node", "4", "--rollout-num-gpus-per-engine")
+    only(complaints("--launcher", "ray", *asked, "8"), 'num_gpus_per_node = 4: engine "fake" stays on one machine')
+    said = complaints(*asked, "6")
+    assert all("rollout_num_gpus_per_engine = 6, but a machine has" in text for text in said)
+    assert [text.rpartition(": ")[2].split()[-1] for text in said] == ["ray.", "machine.", "multiple."]
+
+
 def test_other_combinations(complaints):
     only(complaints("--num-epoch", "1"), "exactly one of them")
     only(complaints("--set", "train={ global_batch_size = 32 }"), "exactly one of them")

@@ -29,6 +29,8 @@ PLAIN_WORDS = {
     "retry",
     "served",
     "sft",
+    "stream",
+    "sums",
     "tis",
     "value",
 }

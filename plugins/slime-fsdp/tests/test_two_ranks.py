@@ -55,6 +55,14 @@ def test_save_hf_on_two_ranks_is_what_is_exported(ranks):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
+def test_unevenly_cut_tensors_are_gathered_whole(ranks):
+    ranks("dp")
+    for part in ranks("gathered"):
+        for name, tensor in part["whole"].items():
+            assert torch.equal(part["same"][name], tensor)
+            assert torch.equal(part["half"][name], tensor.to(torch.bfloat16))
+
+
 def test_context_parallel_ranks_hold_each_token_once(ranks, one_step):
     parts = ranks("cp")
     rows = np.concatenate([part["rows"] for part in parts])

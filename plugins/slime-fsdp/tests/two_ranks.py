@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
 from slime_core.errors import ModelError
+from slime_fsdp.gather import gathered
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ def numbers(report):
     return {"sums": dict(report.sums), "grad_norm": report.grad_norm, "skipped": report.skipped}
 
 
+def uneven(device):
+    """One rank has more rows than the other, or all of them."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"odd": (5, 3), "one": (1, 4), "even": (4, 2, 2), "vector": (7,)}
+    whole = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}
+    return whole | {"double": whole["odd"].double()}
+
+
 def data_parallel(run):
     samples = make_samples()
     backend = run.begin("dp", optimizer=SGD, copies={"reference": run.model})
@@ -70,6 +81,10 @@ def data_parallel(run):
     report = backend.train_step([pack(samples)], SequencePolicy(poison=float("nan") if run.rank == 0 else 0.0))
     backend.save_hf(run.out / "hf")
     run.keep("skip", backend, **numbers(report), refreshed=refreshed)
+    mesh = init_device_mesh(run.device, (2,))
+    whole = uneven(run.device)
+    cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    run.save("gathered", whole=whole, same=gathered(cut), half=gathered(cut, torch.bfloat16))
     backend.close()
 
 

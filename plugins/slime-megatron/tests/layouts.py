@@ -9,19 +9,26 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
 from slime_core.config.train import OptimizerConfig
+from slime_core.contracts.backend import RoutingReplay
 from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
 
 SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
 # A large epsilon: without it rounding turns the direction where a gradient is next to nothing.
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_eps=1e-2)
+
+
+# So large that routers choose otherwise afterwards.
+LARGE_STEPS = OptimizerConfig(optimizer="sgd", lr=3.0, weight_decay=0.0, clip_grad=0.0)
 
 
 def load_torch_dist(backend: Any, folder: Path) -> None:
@@ -34,6 +41,14 @@ def load_torch_dist(backend: Any, folder: Path) -> None:
     put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder)))
 
 
+def with_expert_ids(training: TrainingBatch, layers: int, experts: int, top_k: int) -> TrainingBatch:
+    """Random ones, as if an engine had chosen them."""
+    rng = np.random.default_rng(33)
+    every = np.broadcast_to(np.arange(experts, dtype=np.uint8), (len(training.batch.tokens), layers, experts))
+    ids = np.ascontiguousarray(rng.permuted(every, axis=-1)[..., :top_k])
+    return replace(training, batch=replace(training.batch, routed_experts=ids))
+
+
 def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
     place = Place(
         model=Path(case["model"]), rank=rank, world_size=case["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
@@ -41,16 +56,25 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
     training = TrainingBatch.make()
     config = Megatron.Config(**case["options"])
     adam = case.get("adam", False)
-    with opened(Megatron.build(config), place, optimizer=ADAM if adam else SGD) as one:
+    told = {"optimizer": ADAM if adam else SGD}
+    replay = RoutingReplay(case["replay"]) if "replay" in case else None
+    if replay is not None:
+        told = {"optimizer": LARGE_STEPS, "routing_replay": replay}
+    if replay is RoutingReplay.ROLLOUT:
+        training = with_expert_ids(training, *case["sizes"])
+    with opened(Megatron.build(config), place, **told) as one:
         layout = one.layout
         if (folder := case.get("convert")) is not None:
             load_torch_dist(one.backend, Path(folder))
         mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
         # Every rank has as many micro-batches, uneven, of which one is empty.
         split = (mine[:2], mine[2:], (), mine[:0]) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:], ())
-        scores = one.scores(training, split, entropy=True)
+        # What is recorded is replayed in other micro-batches.
+        scores = one.scores(training, split[::-1] if replay else split, entropy=True)
         before = one.weights()
-        reports = [one.backend.train_step(training.micros(split), objective_of()) for _ in range(2 if adam else 1)]
+        reports = [
+            one.backend.train_step(training.micros(split), objective_of()) for _ in range(2 if adam or replay else 1)
+        ]
         if (folder := case.get("save")) is not None:
             Path(folder).mkdir(exist_ok=True)
             one.backend.save(Path(folder))

@@ -50,3 +50,10 @@ def test_experts_of_a_dense_model():
     dense = {key: value for key, value in MODEL.items() if "expert" not in key}
     assert any("has no experts" in problem for problem in shape_problems(Shape(ep=2), 2, dense))
     assert shape_problems(Shape(tp=2), 2, dense) == []
+
+
+def test_another_word_for_experts():
+    """transformers 5 writes it for Qwen3-MoE."""
+    other = {{"num_experts": "num_local_experts"}.get(key, key): value for key, value in MODEL.items()}
+    assert shape_problems(Shape(ep=2), 2, other) == []
+    assert any("does not divide the model's 6 experts" in problem for problem in shape_problems(Shape(ep=4), 4, other))

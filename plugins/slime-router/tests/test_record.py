@@ -47,6 +47,7 @@ async def test_answers_come_back_to_the_bit(tmp_path):
             cached_tokens=4,
             engine_index=1,
             extra={"spec_accept_rate": 0.1},
+            routed_experts=rng.integers(0, 300, (len(values) + 4, 3, 2)).astype(np.uint16) if len(values) else None,
         )
         for one, values, reason in zip(asked, log_probs, FinishReason, strict=True)
     ]
@@ -62,6 +63,10 @@ async def test_answers_come_back_to_the_bit(tmp_path):
         for name, dtype in (("token_ids", np.int32), ("log_probs", np.float32)):
             assert getattr(again, name).dtype == dtype
             np.testing.assert_array_equal(getattr(again, name), getattr(completion, name))
+        assert (again.routed_experts is None) == (completion.routed_experts is None)
+        if again.routed_experts is not None:
+            assert again.routed_experts.dtype == np.uint16
+            np.testing.assert_array_equal(again.routed_experts, completion.routed_experts)
     assert (record.metrics(), replay.metrics()) == ({"recorded": 3}, {"replayed": 3, "missing": 0})
     # A file that a person can read.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -83,7 +88,7 @@ async def test_what_was_asked_twice_is_answered_in_order_and_then_no_more(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"token_ids": np.array([1, 3], np.int32)}, {"text": "t"},
+    "change", [{"seed": 1}, {"routed_experts_from": 1}, {"token_ids": np.array([1, 3], np.int32)}, {"text": "t"},
                {"sampling": SamplingParams(max_new_tokens=8, temperature=0.5)}]
 )  # fmt: skip
 async def test_another_question_has_another_answer(tmp_path, change):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from slime_core.serving.listener import listen
 from slime_search_r1.server.app import create_app
 from slime_search_r1.server.index import Index
-from slime_search_r1.server.serve import listen, server_of
+from slime_search_r1.server.serve import BACKLOG, server_of
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +28,7 @@ def index() -> Index:
 @pytest.fixture
 async def served(index: Index) -> AsyncIterator[str]:
     """Address of a retrieval server in this event loop."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0, backlog=BACKLOG)
     server = server_of(create_app(index, TOKEN))
     running = asyncio.create_task(server.serve(sockets=[listener]))
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -47,6 +47,18 @@ async def test_answers_in_the_form_of_search_r1() -> None:
     assert (document.title, document.text) == ("Paris", "A city.\nIn France.")
 
 
+async def test_a_server_that_is_down_is_told_at_the_start() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with searching(url, attempts=1) as searches:
+        with pytest.raises(PluginError, match=f"retrieval server {url}: ConnectError.*slime-retrieval serve --corpus"):
+            await searches.check()
+    async with scripted(echo) as (server, url), searching(url) as searches:
+        await searches.check()
+    assert len(server.asked) == 1
+
+
 async def test_trouble_that_passes_is_waited_for() -> None:
     async def at_last(queries: list[str]) -> tuple[int, bytes]:
         return (503, b"busy") if len(server.asked) < 3 else await echo(queries)

@@ -107,14 +107,14 @@ async def test_a_port_that_is_taken(setup, fake, monkeypatch):
         taken = squatter.getsockname()[1]
         free = launching.free_port
         ports = iter([taken, 1])
-        monkeypatch.setattr(launching, "free_port", lambda: next(ports, None) or free())
+        monkeypatch.setattr(launching, "free_port", lambda host="127.0.0.1": next(ports, None) or free())
         started = await start(setup)
     assert str(taken) not in started.connection.address
     # Always taken: said so.
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
-        monkeypatch.setattr(launching, "free_port", lambda: squatter.getsockname()[1])
+        monkeypatch.setattr(launching, "free_port", lambda host="127.0.0.1": squatter.getsockname()[1])
         with pytest.raises(EngineError, match=r"(?s)at start.*Address already in use"):
             await start(setup)
 

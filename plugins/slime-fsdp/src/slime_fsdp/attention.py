@@ -9,9 +9,7 @@ D head dim, S segments (see segment_table.py), Lq and Lk padded lengths in a blo
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,15 +20,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
+from slime_core.invariant.attention import attend as invariant_attention
+from slime_core.training.attention_kernels import attend_packed, attend_short
+from slime_core.training.key_gather import gather_keys
+from slime_core.training.rows import Take
 from slime_fsdp.segment_table import SegmentTable, runs
 
 PACKED = "slime_packed"
 """Our name among transformers' attention implementations."""
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")
-
-# Renamed in torch 2.13.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Sequences share a block while the longest is at most this much longer than the shortest. One SDPA call costs about
 # as much as this many padded tokens.
@@ -75,10 +73,17 @@ class AttentionPlan:
     """int64: the key that fills each place of the blocks or of the kernel's stream; None: as `query_rows`."""
     group: dist.ProcessGroup | None = None
     """Context parallel group to gather keys and values from."""
+    invariant: bool = False
+    """What comes out for a token does not depend on the blocks, to the bit."""
 
 
 def plan_attention(
-    table: SegmentTable, *, device: torch.device, varlen: bool, group: dist.ProcessGroup | None = None
+    table: SegmentTable,
+    *,
+    device: torch.device,
+    varlen: bool,
+    group: dist.ProcessGroup | None = None,
+    invariant: bool = False,
 ) -> AttentionPlan:
     """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
     query_lengths, key_lengths = table.query_lengths, table.key_lengths
@@ -88,6 +93,7 @@ def plan_attention(
         "max_queries": int(query_lengths.max()),
         "max_keys": int(key_lengths.max()),
         "group": group,
+        "invariant": invariant,
     }
     if varlen:
         rows = None if table.key_rows is None else torch.from_numpy(table.key_rows).to(device)
@@ -191,42 +197,19 @@ def attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    width = v.shape[-1]
     if plan.key_rows is not None:
         k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
-    if width < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))
-    extra = {}
-    if q.shape[1] != k.shape[1]:
-        if varlen_has_gqa():
-            extra["enable_gqa"] = True
-        else:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    left = -1 if sliding_window is None else sliding_window - 1
-    out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        plan.cu_queries,
-        plan.cu_keys,
-        plan.max_queries,
-        plan.max_keys,
+    return attend_packed(
+        q,
+        k,
+        v,
+        cu_queries=plan.cu_queries,
+        cu_keys=plan.cu_keys,
+        max_queries=plan.max_queries,
+        max_keys=plan.max_keys,
         scale=scaling,
-        window_size=(left, 0),
-        **extra,
+        left=-1 if sliding_window is None else sliding_window - 1,
     )
-    return out[..., :width]
-
-
-@cache
-def varlen_has_gqa() -> bool:
-    """enable_gqa came with torch 2.13."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_blocks(
@@ -242,8 +225,9 @@ def attend_blocks(
             k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
     queries = q.split([block.num_segments * block.query_length for block in plan.blocks])
     sizes = [block.num_segments * block.key_length for block in plan.blocks]
+    attend = attend_block_invariant if plan.invariant else attend_block
     outputs = [
-        attend_block(*parts, block, scaling, sliding_window)
+        attend(*parts, block, scaling, sliding_window)
         for *parts, block in zip(queries, k.split(sizes), v.split(sizes), plan.blocks, strict=True)
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -276,19 +260,15 @@ def attend_block(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the formula itself.
-
-    The queries of the heads that share a key head are rows of one product: no key is repeated.
-    """
-    segments, heads, rows, width = q.shape
-    shared = heads // k.shape[1]
-    scale = width**-0.5 if scaling is None else scaling
-    grouped = (q * scale).unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1)
-    scores = torch.bmm(grouped, k.flatten(0, 1).transpose(1, 2)).unflatten(0, (segments, -1))
-    scores = scores.unflatten(2, (shared, rows)).masked_fill(~mask[:, :, None], -torch.inf)
-    weights = scores.softmax(-1).flatten(2, 3).flatten(0, 1)
-    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (segments, -1)).unflatten(2, (shared, rows)).flatten(1, 2)
+def attend_block_invariant(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """As `attend_block`."""
+    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
+    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return invariant_attention(q, k, v, block.last_key, scale, sliding_window).transpose(1, 2).flatten(0, 1)
 
 
 class Pad(torch.autograd.Function):
@@ -319,54 +299,6 @@ class TakeUnique(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.shape).index_copy_(0, rows, grads[0]), None
-
-
-class Take(torch.autograd.Function):
-    """x[rows] for rows that may repeat: the backward adds in a fixed order, in float32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        # Two dimensions: with more of them the CPU's index_add_ calls a kernel for every row.
-        grad = grads[0].flatten(1).to(wide) if grads[0].dim() > 1 else grads[0].to(wide)[:, None]
-        total = grad.new_zeros((ctx.shape[0], grad.shape[1]))
-        if grad.is_cuda:
-            # index_add_ would use atomics here, and index_put_ does so on the CPU.
-            total.index_put_((rows,), grad, accumulate=True)
-        else:
-            total.index_add_(0, rows, grad)
-        return total.to(grads[0].dtype).view(ctx.shape), None
-
-
-def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(N, K, D) and (N, K, D') of every rank, one after the other: (M, K, D), (M, K, D')."""
-    both = GatherOverGroup.apply(torch.cat([k, v], dim=-1), group)
-    return both.split([k.shape[-1], v.shape[-1]], dim=-1)
-
-
-class GatherOverGroup(torch.autograd.Function):
-    """All-gather along dim 0; the gradient of each part is the sum of what the ranks ask of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        ALL_GATHER(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        REDUCE_SCATTER(out, grad, group=ctx.group)
-        return out, None
 
 
 AttentionInterface.register(PACKED, packed_attention)

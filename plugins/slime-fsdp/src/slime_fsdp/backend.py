@@ -18,6 +18,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -26,7 +27,6 @@ from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
-from slime_fsdp.log_probs import EntropyMode
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
@@ -92,7 +92,13 @@ class FsdpBackend(TrainBackend):
         cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
         needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
         ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)
-        placement = Placement(device=device, mesh=ranks.mesh, compute_dtype=compute_dtype, cpu_offload=cpu_offload)
+        placement = Placement(
+            device=device,
+            mesh=ranks.mesh,
+            compute_dtype=compute_dtype,
+            cpu_offload=cpu_offload,
+            true_on_policy=setup.true_on_policy,
+        )
         layout = Fsdp.layout(config, setup.rank, setup.world_size)
         torch.manual_seed(setup.seed + layout.dp_rank)
         model = build_model(folder, config, placement, seed=setup.seed, trained=True)
@@ -215,6 +221,7 @@ class FsdpBackend(TrainBackend):
             device=placement.device,
             varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
             group=self._ready.ranks.cp_group,
+            invariant=placement.true_on_policy,
         )
         return micro.to(placement.device), plan
 

@@ -7,15 +7,12 @@ for each rank R, and `fsdp.json`, written last: the steps done, the shape of eve
 from __future__ import annotations
 
 import json
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +20,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
+from slime_core.training.random_state import random_state, restore_random_state
+from slime_core.training.written_files import check_sizes, sizes_of
 from slime_fsdp.process import Ranks
 
 MANIFEST = "fsdp.json"
@@ -60,7 +59,7 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done:
             world_size=world_size,
             copies=list(copies),
             shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
-            sizes={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+            sizes=sizes_of(folder, files),
         )
         (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     ranks.barrier()
@@ -95,12 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path}: format {manifest.format}; this version reads {FORMAT}.")
-    for name, size in manifest.sizes.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing; the checkpoint is incomplete.")
-        if (found := file.stat().st_size) != size:
-            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is cut short.")
+    check_sizes(folder, manifest.sizes)
     return manifest
 
 
@@ -124,32 +118,3 @@ def check_shapes(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
                 f"{folder / MANIFEST}: {name} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this "
                 "run: another model, optimiser or list of trained parameters."
             )
-
-
-def random_state() -> dict[str, Tensor]:
-    """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: Mapping[str, Tensor]) -> None:
-    version, *words = state["python"].tolist()
-    gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    position, has_gauss = state["numpy_position"].tolist()
-    keys = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy_gauss"].item()))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

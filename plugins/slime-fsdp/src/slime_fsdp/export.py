@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
+from slime_fsdp.gather import gathered
 from slime_fsdp.optimizer import local
 from slime_fsdp.packed_model import PackedModel
 
@@ -32,7 +33,7 @@ def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Ite
     """The model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters come as
     `dtype`, buffers as they are."""
     parameters = {base_name(name) for name, _ in packed.model.named_parameters(remove_duplicate=False)}
-    for layer in merged_layers(packed, keep=keep):
+    for layer in merged_layers(packed, keep=keep, dtype=dtype if packed.adapters is None else None):
         if layer is None:
             yield None
             continue
@@ -40,23 +41,17 @@ def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Ite
         yield revert_weight_conversion(packed.model, stored)
 
 
-def merged_layers(packed: PackedModel, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
-    """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are."""
+def merged_layers(
+    packed: PackedModel, *, keep: bool, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor] | None]:
+    """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are. `dtype`: of
+    sharded ones, before they are gathered."""
     state = packed.model.state_dict()
     for _, names in groupby(packed.weight_names(), key=layer_of):
-        layer: dict[str, Tensor] = {}
-        for name in names:
-            tensor = whole(state[name])
-            if keep:
-                layer[name] = tensor
+        layer = gathered({name: state[name] for name in names}, dtype)
         if keep and packed.adapters is not None:
             layer = packed.adapters.merge(layer)
         yield layer if keep else None
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def frozen_names(packed: PackedModel) -> frozenset[str]:
@@ -128,13 +123,10 @@ def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, firs
 
 def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, *, first: bool) -> None:
     """peft's own format, for the folder that training started from."""
-    weights: dict[str, Tensor] = {}
-    for name, parameter in trained_parameters(packed.model).items():
-        tensor = whole(parameter.detach())
-        if first:
-            weights[file_name(name)] = tensor.cpu().contiguous()
+    whole = gathered({name: parameter.detach() for name, parameter in trained_parameters(packed.model).items()})
     if not first:
         return
+    weights = {file_name(name): tensor.cpu().contiguous() for name, tensor in whole.items()}
     target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
     adapters.config.save_pretrained(str(target))

@@ -5,22 +5,12 @@ Legend: T positions, C positions of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-EntropyMode = Literal["none", "metric", "gradient"]
-
-CHUNK_LOGITS = 2**27
-"""float32 logits of an automatic chunk: 512 MiB."""
-
-
-def chunk_positions(vocab_size: int, asked: int) -> int:
-    """Positions per chunk. `asked` 0: what CHUNK_LOGITS allows; -1: no limit."""
-    if asked == -1:
-        return 2**62
-    return asked or max(CHUNK_LOGITS // vocab_size, 1)
+from slime_core.training.head import EntropyMode, scaled_logits
 
 
 def log_probs_of(
@@ -39,13 +29,6 @@ def log_probs_of(
     """
     log_probs, entropies = LinearLogProbs.apply(hidden_TH, weight_VH, bias_V, targets_T, temperature, chunk, entropy)
     return log_probs, None if entropy == "none" else entropies
-
-
-def scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """(C, V) float32, or float64 if that is what comes in."""
-    logits = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 class LinearLogProbs(torch.autograd.Function):

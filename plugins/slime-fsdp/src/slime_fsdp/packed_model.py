@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +21,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
+from slime_core.invariant.mode import InvariantKernels
+from slime_core.invariant.products import product_shapes, require_equal_rows
 from slime_core.onednn import onednn_available, use_onednn
+from slime_core.training.head import EntropyMode, chunk_positions
+from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, is_trained_with_adapters
-from slime_fsdp.attention import PACKED, AttentionPlan, Take
+from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
-from slime_fsdp.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
 from slime_fsdp.vision import hidden_states
+
+BRING_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
+"""Namespaces of torch's operations that gather sharded weights."""
 
 
 class Outputs(NamedTuple):
@@ -42,13 +50,20 @@ class PackedModel(nn.Module):
     """Its forward holds the head too, so that under FSDP the head's weights are gathered when they are used."""
 
     def __init__(
-        self, model: PreTrainedModel, *, head: str, log_probs_chunk_size: int, adapters: Adapters | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        head: str,
+        log_probs_chunk_size: int,
+        adapters: Adapters | None = None,
+        true_on_policy: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.adapters = adapters
         self.head = head
         self.log_probs_chunk_size = log_probs_chunk_size
+        self.true_on_policy = true_on_policy
 
     @property
     def sees_images(self) -> bool:
@@ -56,6 +71,11 @@ class PackedModel(nn.Module):
         return self.model.config.model_type in WITH_IMAGES
 
     def forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none") -> Outputs:
+        # Around the forward alone: a backward need not be invariant.
+        with InvariantKernels(BRING_WEIGHTS) if self.true_on_policy else nullcontext():
+            return self._forward(micro, plan, entropy)
+
+    def _forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode) -> Outputs:
         attention = attention_arguments(self.model, plan)
         if self.sees_images:
             hidden = hidden_states(self.model, micro, micro.position_ids, attention)
@@ -121,6 +141,7 @@ class Placement:
     mesh: DeviceMesh | None
     compute_dtype: torch.dtype
     cpu_offload: bool
+    true_on_policy: bool = False
 
     @property
     def parameter_device(self) -> torch.device:
@@ -150,9 +171,19 @@ def build_model(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, config))
     store_parameters(model, frozen_dtype(folder, placement, trained=trained, adapters=wants_adapters))
-    if wants_onednn(config, placement):
+    if placement.true_on_policy:
+        if placement.device.type != "cpu":
+            raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
+        require_equal_rows(product_shapes(model), placement.compute_dtype)
+    elif wants_onednn(config, placement):
         use_onednn(model)
-    packed = PackedModel(model, head=folder.head, log_probs_chunk_size=config.log_probs_chunk_size, adapters=adapters)
+    packed = PackedModel(
+        model,
+        head=folder.head,
+        log_probs_chunk_size=config.log_probs_chunk_size,
+        adapters=adapters,
+        true_on_policy=placement.true_on_policy,
+    )
     layers = decoder_layers(model)
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

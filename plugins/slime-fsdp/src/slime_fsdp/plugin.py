@@ -124,6 +124,21 @@ class Fsdp(BackendDriver):
         )
 
     @classmethod
+    def true_on_policy_problems(cls, config: FsdpConfig) -> list[str]:
+        problems = []
+        if config.attn_implementation != "packed":
+            problems.append(
+                f'attn_implementation = "{config.attn_implementation}" is not batch-invariant; use "packed"'
+            )
+        if config.linear == "onednn":
+            problems.append('linear = "onednn" is not batch-invariant; use "auto"')
+        if config.compile:
+            problems.append("compile = true fuses operations in its own way; leave it out")
+        if config.trains_adapters:
+            problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
+        return problems
+
+    @classmethod
     def problems(cls, config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
         cp_size = config.context_parallel_size
         problems = []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slime_core.contracts.backend import TrainerSetup
-from slime_core.errors import ConfigError
+from slime_core.training.process_group import join_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,7 @@ def join(setup: TrainerSetup, *, cp_size: int, needs_mesh: bool) -> Ranks:
     """Joins the default process group, or uses the one that another backend of this process has made."""
     if setup.world_size == 1 and not needs_mesh:
         return Ranks()
-    made = not dist.is_initialized()
-    if made:
-        # The host's collectives too: offloaded gradients and checkpoint plans are on the CPU.
-        backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
-        if setup.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
-    elif dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
-        raise ConfigError(
-            f"role {setup.role}: it is rank {setup.rank} of {setup.world_size}, but this process already is rank "
-            f"{dist.get_rank()} of {dist.get_world_size()} for another role. Give both roles the same ranks."
-        )
+    made = join_group(setup)
     mesh = init_device_mesh(setup.device, (setup.world_size,), mesh_dim_names=("shard",))
     cp_group = None
     if cp_size > 1:

@@ -13,8 +13,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
+from slime_core.invariant.attention import attend as invariant_attention
 
 NAME: Final = "slime_local"
+INVARIANT: Final = "slime_local_invariant"
+"""The same, batch-invariant."""
 _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -35,14 +38,45 @@ def attend(
     decode step: the mask is added to the scores, (B, 1, 1, W). Raises ModelError for variants of attention that are
     not implemented, rather than leave them out.
     """
-    wanted = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if wanted:
-        raise ModelError(f"engine local: {type(module).__name__} asks for attention with {', '.join(wanted)}; "
-                         "the embedded engine does not implement it. Use another engine for this model.")  # fmt: skip
+    _refuse_unsupported(module, options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:
         return _decode(query, key, value, attention_mask, scale, sliding_window), None
     return _prefill(query, key, value, attention_mask, scale, sliding_window), None
+
+
+def attend_invariant(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As `attend`, with `slime_core.invariant`: there a key's place is its position in the sequence."""
+    _refuse_unsupported(module, options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    columns, queries = key.shape[2], query.shape[2]
+    position = torch.arange(columns, device=key.device)
+    start = torch.zeros(len(query), dtype=torch.int64, device=key.device)
+    if attention_mask is not None:
+        # The last query of a row sees all of its sequence, and nothing in front of it.
+        last = attention_mask[:, 0, -1]
+        start = (columns - (last if last.dtype == torch.bool else last == 0).long().sum(-1)).expand(len(query))
+        moved = (position + start[:, None]).clamp(max=columns - 1)[:, None, :, None]
+        key, value = (x.gather(2, moved.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
+    last_key = (position[columns - queries :] - start[:, None]).clamp(min=0)
+    return invariant_attention(query, key, value, last_key, scale, sliding_window).transpose(1, 2), None
+
+
+def _refuse_unsupported(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    wanted = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if wanted:
+        raise ModelError(f"engine local: {type(module).__name__} asks for attention with {', '.join(wanted)}; "
+                         "the embedded engine does not implement it. Use another engine for this model.")  # fmt: skip
 
 
 def _decode(
@@ -88,3 +122,4 @@ def _prefill(
 # transformers looks attention up by name in a table of the process; a name of our own cannot disturb other models.
 # Nothing is entered in its table of masks, so the masks given to the model reach `attend` unchanged.
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(INVARIANT, attend_invariant)

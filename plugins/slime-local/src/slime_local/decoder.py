@@ -255,7 +255,9 @@ class Decoder:
         if special.delayed:
             barred = self._stop_table[stop_set] & (slots.end < slots.integer(DELAY_END))[:, None]
         seen = slots.seen(self._model.vocab_size) if special.penalised else None
-        tokens, log_probs = sample(logits, slots.draw(), special, seen_NV=seen, barred_NV=barred)
+        tokens, log_probs = sample(
+            logits, slots.draw(), special, seen_NV=seen, barred_NV=barred, log_softmax=self._model.log_softmax
+        )
         slots.append(tokens, log_probs)
 
         # The one transfer to the host per step: 1 = length reached, 2 = stop token.

@@ -80,18 +80,18 @@ class LocalEngine(RolloutEngine):
         self._setup = setup
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
-        return EngineInfo(
-            capabilities=frozenset(
-                {
-                    Capability.DETERMINISTIC,
-                    Capability.VERSION_SPANS,
-                    Capability.SLEEP,
-                    Capability.SCORES,
-                    Capability.REPLAY,
-                }
-            )
-            | (frozenset() if self._model.images is None else {Capability.IMAGES})
-        )
+        capabilities = {
+            Capability.DETERMINISTIC,
+            Capability.VERSION_SPANS,
+            Capability.SLEEP,
+            Capability.SCORES,
+            Capability.REPLAY,
+        }
+        if setup.true_on_policy:
+            capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
+        if self._model.images is not None:
+            capabilities.add(Capability.IMAGES)
+        return EngineInfo(capabilities=frozenset(capabilities))
 
     # ---------------------------------------------------------------- the decode task
 

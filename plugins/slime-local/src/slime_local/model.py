@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,12 @@ from transformers.cache_utils import Cache
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import ModelError
 from slime_core.image_processor import ImageProcessor
+from slime_core.invariant.mode import InvariantKernels
+from slime_core.invariant.products import product_shapes, require_equal_rows
+from slime_core.invariant.sums import log_softmax as invariant_log_softmax
 from slime_core.model_folder import read_model_config
 from slime_core.onednn import onednn_available, use_onednn
-from slime_local.attention import NAME
+from slime_local.attention import INVARIANT, NAME
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
 
@@ -37,17 +41,26 @@ class RolloutModel:
     layers: tuple[LayerShape, ...]
     images: ImageProcessor | None = None
     """None: it takes none."""
+    true_on_policy: bool = False
+    """Everything is computed with `slime_core.invariant`."""
+
+    def kernels(self) -> AbstractContextManager[object]:
+        return InvariantKernels() if self.true_on_policy else nullcontext()
+
+    def log_softmax(self, scaled_NV: Tensor) -> Tensor:
+        return invariant_log_softmax(scaled_NV) if self.true_on_policy else scaled_NV.log_softmax(-1)
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
         """Of the last column: (B, V) float32. `ids`, `positions` (B, P) int64; see `attention.attend` for the mask."""
-        output = self.network(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self.kernels():
+            output = self.network(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
@@ -58,22 +71,24 @@ class RolloutModel:
             return np.empty(0, np.float32)
         ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self.device)[None]
         positions = torch.arange(ids.shape[1], device=self.device)[None]
-        output = self.network(
-            input_ids=ids,
-            position_ids=positions,
-            past_key_values=ProbeView(),
-            use_cache=True,
-            logits_to_keep=count + 1,
-        )
-        rows = output.logits[0, :-1].float()
-        chosen = rows.gather(1, ids[0, -count:, None])[:, 0] - rows.logsumexp(-1)
+        with self.kernels():
+            output = self.network(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=ProbeView(),
+                use_cache=True,
+                logits_to_keep=count + 1,
+            )
+            rows = output.logits[0, :-1].float()
+            chosen = rows.gather(1, ids[0, -count:, None])[:, 0] - rows.logsumexp(-1)
         found: npt.NDArray[np.float32] = chosen.cpu().numpy()
         return found
 
 
 def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     """Raises ModelError for what the engine cannot decode: attention that is not transformers' own interface, layers
-    that keep other state than keys and values, end-of-sequence ids outside the vocabulary."""
+    that keep other state than keys and values, end-of-sequence ids outside the vocabulary; true on-policy what
+    it has no batch-invariant kernels for."""
     if setup.device == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"engine {setup.index}: device cuda was asked for, but torch sees no GPU here.")
     device = torch.device(setup.device)
@@ -81,11 +96,14 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     sees_images = read_model_config(setup.model_path).get("model_type") in MODEL_TYPES
+    attention: Any = INVARIANT if setup.true_on_policy else NAME
+    if sees_images:
+        # Patches attend by whole images, in transformers' own way.
+        attention = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
         setup.model_path,
         dtype=dtype,
-        # Patches attend by whole images, in transformers' own way.
-        attn_implementation={"": NAME, "text_config": NAME, "vision_config": "sdpa"} if sees_images else NAME,
+        attn_implementation=attention,
         trust_remote_code=setup.trust_remote_code,
         local_files_only=True,
     )
@@ -96,17 +114,30 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
             f"{setup.model_path}: layers of type {', '.join(sorted(kinds))}; engine local decodes "
             f"{' and '.join(sorted(_LAYER_TYPES))} only. Use another engine for this model."
         )
-    if _wants_onednn(config, network):
+    if setup.true_on_policy:
+        _check_true_on_policy(config, network)
+    elif _wants_onednn(config, network):
         use_onednn(network)
     vocab_size = network.get_input_embeddings().num_embeddings
+    with InvariantKernels() if setup.true_on_policy else nullcontext():
+        layers = _probe(network, device)
     return RolloutModel(
         network=network,
         device=device,
         vocab_size=vocab_size,
         stop_ids=_stop_ids(network, vocab_size),
-        layers=_probe(network, device),
+        layers=layers,
         images=ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code) if sees_images else None,
+        true_on_policy=setup.true_on_policy,
     )
+
+
+def _check_true_on_policy(config: LocalConfig, network: PreTrainedModel) -> None:
+    if network.device.type != "cpu":
+        raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
+    if config.linear == "onednn":
+        raise ModelError('engine.linear = "onednn": true_on_policy_mode has its own products. Use linear = "auto".')
+    require_equal_rows(product_shapes(network), network.dtype)
 
 
 def _wants_onednn(config: LocalConfig, network: PreTrainedModel) -> bool:

@@ -49,6 +49,8 @@ class Local(EngineDriver):
             Capability.SCORES,
             Capability.REPLAY,
             Capability.IMAGES,
+            Capability.BATCH_INVARIANT,
+            Capability.TRUE_ON_POLICY,
         }
     )
 

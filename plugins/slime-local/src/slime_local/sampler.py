@@ -5,6 +5,7 @@ Shapes: N rows · V vocabulary · W columns in sight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,13 @@ class Draw:
 
 
 def sample(
-    logits_NV: Tensor, draw: Draw, special: Special, *, seen_NV: Tensor | None, barred_NV: Tensor | None
+    logits_NV: Tensor,
+    draw: Draw,
+    special: Special,
+    *,
+    seen_NV: Tensor | None,
+    barred_NV: Tensor | None,
+    log_softmax: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Tokens (N,) int64 and their log-probs (N,) float32.
 
@@ -68,7 +75,7 @@ def sample(
     One uniform number per row, looked up in the cumulative distribution in vocabulary order, decides.
     """
     scaled = logits_NV / draw.temperature[:, None]
-    log_probs = scaled.log_softmax(-1)
+    log_probs = log_softmax(scaled)
     kept = log_probs
     if seen_NV is not None or barred_NV is not None:
         kept = logits_NV
@@ -77,7 +84,7 @@ def sample(
             kept = torch.where(seen_NV, torch.where(kept > 0, kept / penalty, kept * penalty), kept)
         if barred_NV is not None:
             kept = kept.masked_fill(barred_NV, -torch.inf)
-        kept = (kept / draw.temperature[:, None]).log_softmax(-1)
+        kept = log_softmax(kept / draw.temperature[:, None])
     probs = kept.exp()
     if special.truncated:
         probs = _truncate(probs, draw.top_k, draw.top_p)

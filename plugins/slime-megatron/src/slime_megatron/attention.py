@@ -9,9 +9,7 @@ queries with the keys up to its end: a sequence, or one zigzag chunk of it), Lq 
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,9 @@ from torch import Tensor, nn
 from slime_core.batch.pack import ragged_positions
 from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
-
-# Renamed in torch 2.13.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from slime_core.training.attention_kernels import attend_packed, attend_short
+from slime_core.training.key_gather import gather_keys
+from slime_core.training.rows import Take
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
 STRETCH = 1.25
@@ -267,41 +264,18 @@ class PackedAttention(nn.Module):
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    width = v.shape[-1]
     if plan.key_rows is not None:
         k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
-    if width < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))
-    extra = {}
-    if q.shape[1] != k.shape[1]:
-        if varlen_has_gqa():
-            extra["enable_gqa"] = True
-        else:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    out: Tensor = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        plan.cu_queries,
-        plan.cu_keys,
-        plan.max_queries,
-        plan.max_keys,
+    return attend_packed(
+        q,
+        k,
+        v,
+        cu_queries=plan.cu_queries,
+        cu_keys=plan.cu_keys,
+        max_queries=plan.max_queries,
+        max_keys=plan.max_keys,
         scale=scale,
-        window_size=(-1, 0),
-        **extra,
     )
-    return out[..., :width]
-
-
-@cache
-def varlen_has_gqa() -> bool:
-    """enable_gqa came with torch 2.13."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
@@ -326,64 +300,3 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | N
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=gqa)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the formula itself: the queries of the heads
-    that share a key head are rows of one product."""
-    segments, heads, rows, width = q.shape
-    shared = heads // k.shape[1]
-    scale = width**-0.5 if scale is None else scale
-    grouped = (q * scale).unflatten(1, (-1, shared)).flatten(2, 3).flatten(0, 1)
-    scores = torch.bmm(grouped, k.flatten(0, 1).transpose(1, 2)).unflatten(0, (segments, -1))
-    scores = scores.unflatten(2, (shared, rows)).masked_fill(~mask[:, :, None], -torch.inf)
-    weights = scores.softmax(-1).flatten(2, 3).flatten(0, 1)
-    return torch.bmm(weights, v.flatten(0, 1)).unflatten(0, (segments, -1)).unflatten(2, (shared, rows)).flatten(1, 2)
-
-
-class Take(torch.autograd.Function):
-    """x[rows] for rows that may repeat: the backward adds in a fixed order, in float32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        grad = grads[0].flatten(1).to(wide) if grads[0].dim() > 1 else grads[0].to(wide)[:, None]
-        total = grad.new_zeros((ctx.shape[0], grad.shape[1]))
-        if grad.is_cuda:
-            # index_add_ would use atomics here, and index_put_ does so on the CPU.
-            total.index_put_((rows,), grad, accumulate=True)
-        else:
-            total.index_add_(0, rows, grad)
-        return total.to(grads[0].dtype).view(ctx.shape), None
-
-
-def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(N, K, D) and (N, K, D') of every rank, one after the other."""
-    both: Tensor = GatherOverGroup.apply(torch.cat([k, v], dim=-1), group)
-    keys, values = both.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return keys, values
-
-
-class GatherOverGroup(torch.autograd.Function):
-    """All-gather along dim 0; the gradient of each part is the sum of what the ranks ask of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        ALL_GATHER(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        REDUCE_SCATTER(out, grad, group=ctx.group)
-        return out, None

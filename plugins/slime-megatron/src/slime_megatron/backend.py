@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -43,11 +44,12 @@ from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.copies import Values, copied, replaced
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
-from slime_megatron.log_probs import EntropyMode
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions
+from slime_megatron.prediction import ahead_of
 from slime_megatron.process import Ranks, join
+from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
 from slime_megatron.weights import WeightTable, local_tensors, write_folder
 
@@ -70,6 +72,9 @@ class _Trainer:
     tensors: dict[str, Tensor]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    routing: Routing | None
+    num_ahead: int
+    """Layers of multi-token prediction."""
     copies: dict[str, Values] = field(default_factory=dict)
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
@@ -135,6 +140,8 @@ class MegatronBackend(TrainBackend):
             tensors=local_tensors(bare),
             optimizer=optimizer,
             schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
+            num_ahead=options.mtp_num_layers if setup.head == "lm" else 0,
+            routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
             copies=values,
         )
         self._connect()
@@ -156,30 +163,45 @@ class MegatronBackend(TrainBackend):
         if weights != ACTOR:
             self._check_copy(weights)
         with nullcontext() if weights == ACTOR else replaced(trainer.tensors, trainer.copies[weights]):
-            return self._score(micros, "metric" if entropy else "none")
+            return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
-    def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode) -> list[Scores]:
+    def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
+        """`trained`: they are the trained weights, whose choice of experts may be replayed."""
         trainer = self._ready
-        works = [self._prepare(micro, entropy) for micro in micros]
+        routing = trainer.routing if trained else None
+        if routing is not None:
+            routing.begin_scores()
+        works = [
+            self._prepare(micro, entropy, None if routing is None or routing.records else routing) for micro in micros
+        ]
 
         def keep(work: Work, output: Tensor, non_loss_data: bool = True) -> tuple[Work, Tensor]:
             return work, output.cpu()
 
         # Megatron wants equally many calls of every virtual stage, in multiples of the stages.
-        found = self._run(works, keep, forward_only=True)
+        found = self._run(works, keep, forward_only=True, records=trained)
         if not found:
             return [no_scores(trainer.setup.head, entropy) for _ in works]
         return [scores_of(trainer.setup.head, work, output) for work, output in found]
 
-    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool) -> list[Any]:
-        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage."""
+    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool, records: bool = False) -> list[Any]:
+        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage. `records`: what routers
+        choose may be replayed later."""
         trainer = self._ready
+        routing, device = trainer.routing, trainer.placement.device
         for chunk in trainer.chunks:
             chunk.train(not forward_only)
 
         def forward_step(source: Iterator[Work], chunk: nn.Module) -> tuple[Tensor, Any]:
             work = next(source)
-            return chunk(work=work), lambda output, **told: finish(work, output, **told)
+            if routing is None:
+                return chunk(work=work), lambda output, **told: finish(work, output, **told)
+            number = next(number for number, known in enumerate(trainer.chunks) if known is chunk)
+            routing.before(number, work.experts, training=not forward_only, device=device)
+            output = chunk(work=work)
+            if records and routing.records:
+                routing.keep(number, work.micro, trainer.layout.cp_size)
+            return output, lambda output, **told: finish(work, output, **told)
 
         sources = [iter(works) for _ in trainer.chunks]
         with torch.no_grad() if forward_only else nullcontext():
@@ -193,6 +215,9 @@ class MegatronBackend(TrainBackend):
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if routing is not None:
+            frozen = self._config.freeze_params_name_list or self._config.only_train_params_name_list
+            routing.end(all_trained=not frozen)
         return found
 
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
@@ -202,17 +227,26 @@ class MegatronBackend(TrainBackend):
         entropy: EntropyMode = "none"
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
-        works = [self._prepare(micro, entropy) for micro in micros]
+        works = [self._prepare(micro, entropy, trainer.routing, ahead=True) for micro in micros]
         # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
         # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
-        tokens = self._tokens_of_step(works)
+        tokens = self._over_ranks([work.num_tokens for work in works])
+        targets = self._targets_ahead(works)
 
-        def finish(work: Work, output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+        def finish(
+            work: Work, output: Tensor | tuple[Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+            scored, ahead = output if isinstance(output, tuple) else (output, None)
             result = objective(
-                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, output)
+                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, scored)
             )
             count = work.num_tokens.to(torch.int)
-            return result.loss * tokens, count, (result.loss.detach(), result.sums)
+            loss, sums = result.loss, result.sums
+            if ahead is not None:
+                means = ahead / targets
+                loss = loss + self._config.mtp_loss_scaling_factor * means.mean()
+                sums = {**sums, **metrics_ahead(means.detach())}
+            return loss * tokens, count, (loss.detach(), sums)
 
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
@@ -240,15 +274,28 @@ class MegatronBackend(TrainBackend):
             seconds=time.perf_counter() - started,
         )
 
-    def _tokens_of_step(self, works: Sequence[Work]) -> float:
+    def _over_ranks(self, counts: Sequence[Tensor]) -> float:
+        """Their sum over the ranks of all micro-batches."""
         trainer = self._ready
-        count = torch.stack([work.num_tokens for work in works]).sum().to(torch.float64)
+        count = torch.stack(list(counts)).sum().to(torch.float64)
         dist.all_reduce(count)
         # Every tensor and pipeline rank has counted the same tokens.
         return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
 
-    def _prepare(self, micro: MicroBatch, entropy: EntropyMode) -> Work:
-        """This rank's part, on the device, with the plan that is made from its offsets on the host."""
+    def _targets_ahead(self, works: Sequence[Work]) -> Tensor:
+        """(K,) float32: what each layer of multi-token prediction is trained on in this step, at least 1."""
+        device = self._ready.placement.device
+        counts = [
+            self._over_ranks([torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
+            for depth in range(len(works[0].ahead))
+        ]
+        return torch.tensor(counts, device=device).clamp(min=1.0)
+
+    def _prepare(
+        self, micro: MicroBatch, entropy: EntropyMode, replayed: Routing | None, *, ahead: bool = False
+    ) -> Work:
+        """This rank's part, on the device, with the plan that is made from its offsets on the host. `ahead`: layers of
+        multi-token prediction are trained, if there are any."""
         trainer, layout = self._ready, self._ready.layout
         device = trainer.placement.device
         whole = micro
@@ -272,7 +319,16 @@ class MegatronBackend(TrainBackend):
             stands_for_none = padded_positions(whole.cu_seqlens, micro.cu_seqlens, layout.cp_rank, layout.cp_size)
         stands_for_none = nn.functional.pad(stands_for_none, (0, padding), value=True)[None]
         return Work(
-            micro=micro.to(device), tokens=tokens, plan=plan, padding=stands_for_none.to(device), entropy=entropy
+            micro=replace(micro, routed_experts=None).to(device),
+            tokens=tokens,
+            plan=plan,
+            padding=stands_for_none.to(device),
+            entropy=entropy,
+            ahead=tuple(
+                ahead_of(whole, depth, layout.cp_rank, layout.cp_size, padding).to(device)
+                for depth in range(1, 1 + (trainer.num_ahead if ahead else 0))
+            ),
+            experts=() if replayed is None else replayed.ids_of(micro),
         )
 
     def _segments(self, micro: MicroBatch) -> Segments:
@@ -380,6 +436,11 @@ def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:
     """(K, T) of the model's last stage."""
     names = ["values"] if head == "value" else ["log_probs", "entropy"][: len(output)]
     return dict(zip(names, output.unbind(0), strict=True))
+
+
+def metrics_ahead(means: Tensor) -> dict[str, Tensor]:
+    """Of this micro-batch's share of each layer's mean cross-entropy."""
+    return {f"mtp_{depth}_loss": mean for depth, mean in enumerate(means.unbind(), 1)} | {"mtp_loss": means.sum()}
 
 
 def scores_of(head: str, work: Work, output: Tensor) -> Scores:

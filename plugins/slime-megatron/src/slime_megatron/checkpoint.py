@@ -1,19 +1,17 @@
 """Training checkpoints: Megatron's torch_dist, which any layout can load, behind a manifest that tells whole from cut.
 
-The folder holds `state/` (weights, optimiser), `copy_NAME/` for each frozen copy that was refreshed, `rng_R.pt` for each
-rank R, and `megatron.json`, written last.
+The folder holds `state/` (weights, optimiser), `copy_NAME/` for each frozen copy that was refreshed, `rng_R.safetensors` for
+each rank R, and `megatron.json`, written last.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -27,9 +25,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
+from slime_core.training.random_state import random_state, restore_random_state
+from slime_core.training.written_files import check_sizes, sizes_of
 from slime_megatron.copies import Values, copied, put, replaced
 
 MANIFEST = "megatron.json"
@@ -161,7 +162,7 @@ def write(
     for name, values in copies.items():
         with replaced(tensors, values):
             save_state(folder / f"copy_{name}", model_state(chunks))
-    torch.save(random_state(), folder / f"rng_{rank}.pt")
+    save_file(random_state(), folder / f"rng_{rank}.safetensors")
     dist.barrier()
     if rank == 0:
         manifest = Manifest(
@@ -170,11 +171,7 @@ def write(
             world_size=world_size,
             copies=list(copies),
             shapes=dict(shapes),
-            sizes={
-                file.relative_to(folder).as_posix(): file.stat().st_size
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
-            },
+            sizes=sizes_of(folder, [file for file in sorted(folder.rglob("*")) if file.is_file()]),
         )
         (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     dist.barrier()
@@ -204,12 +201,7 @@ def read_manifest(folder: Path, shapes: Mapping[str, Any]) -> Manifest:
     ):
         told = "; ".join(f"{key} is {manifest.shapes.get(key)} there and {here.get(key)} here" for key in different)
         raise CheckpointError(f"{path}: another architecture or optimiser: {told}.")
-    for name, size in manifest.sizes.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing; the checkpoint is incomplete.")
-        if (found := file.stat().st_size) != size:
-            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is cut short.")
+    check_sizes(folder, manifest.sizes)
     return manifest
 
 
@@ -233,32 +225,10 @@ def read(
         copies[name] = copied(tensors)
     put(trained, tensors)
     if manifest.world_size == dist.get_world_size():
-        restore_random_state(torch.load(folder / f"rng_{dist.get_rank()}.pt", weights_only=True))
+        restore_random_state(load_file(folder / f"rng_{dist.get_rank()}.safetensors"))
     return copies
 
 
 def put_model(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{number}"], strict=True)
-
-
-def random_state() -> dict[str, Any]:
-    """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from slime_core.contracts.converter import Checksums, Converter, Piece
 from slime_core.errors import CheckpointError, ModelError
 from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
-from slime_megatron.bridges.bridge import LAYER
+from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import STATE, PlainSave
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
@@ -50,6 +50,8 @@ WEIGHTS: Final = "model.safetensors"
 
 def piece_of(name: str) -> str:
     """Of a parameter by its name in the whole model."""
+    if found := PREDICTION.match(name):
+        return f"prediction_{found[1]}"
     found = LAYER.match(name)
     return f"layer_{found[1]}" if found else OUTER
 
@@ -57,7 +59,8 @@ def piece_of(name: str) -> str:
 class WholeModel:
     """The model on one rank, without memory for its weights."""
 
-    def __init__(self, folder: ModelFolder) -> None:
+    def __init__(self, folder: ModelFolder, num_ahead: int) -> None:
+        """`num_ahead`: layers of multi-token prediction."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
@@ -67,7 +70,7 @@ class WholeModel:
         self.folder = folder
         architecture = folder.bridge.architecture()
         placement = Placement(device=torch.device("meta"), dtype=folder.dtype)
-        options: Any = Megatron.Config()
+        options: Any = Megatron.Config(mtp_num_layers=num_ahead)
         config = make_config(architecture, options, Shape(), placement)
         with torch.device("meta"):
             (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")
@@ -129,14 +132,19 @@ class MegatronConverter(Converter):
     def folder(self, source: Path) -> ModelFolder:
         """Config and bridge of what is converted."""
 
+    @abstractmethod
+    def num_ahead(self, source: Path) -> int:
+        """Layers of multi-token prediction that are there and can be converted."""
+
     def model(self, source: Path) -> WholeModel:
         if source not in self._models:
-            self._models[source] = WholeModel(self.folder(source))
+            self._models[source] = WholeModel(self.folder(source), self.num_ahead(source))
         return self._models[source]
 
     def pieces_of(self, source: Path, num_bytes: int) -> list[Piece]:
         layers = int(self.folder(source).bridge.config.num_hidden_layers)
         names = [OUTER, *(f"layer_{layer}" for layer in range(layers))]
+        names += [f"prediction_{number}" for number in range(self.num_ahead(source))]
         return [Piece(name=name, num_bytes=num_bytes // len(names)) for name in names]
 
 
@@ -145,6 +153,15 @@ class ToTorchDist(MegatronConverter):
 
     def folder(self, source: Path) -> ModelFolder:
         return open_folder(source)
+
+    def num_ahead(self, source: Path) -> int:
+        folder = self.folder(source)
+        extra, first = folder.bridge.prediction_weights().values(), int(folder.bridge.config.num_hidden_layers)
+        names = [name for weight in extra for name in weight.names]
+        count = 0
+        while names and all(f"model.layers.{first + count}.{name}" in folder.files for name in names):
+            count += 1
+        return count
 
     def pieces(self, source: Path) -> Sequence[Piece]:
         folder = self.folder(source)
@@ -226,6 +243,10 @@ class FromTorchDist(MegatronConverter):
                 f"{source}: no torch_dist checkpoint there, nor in its folder {STATE}/ (no .metadata)."
             )
         return found
+
+    def num_ahead(self, source: Path) -> int:
+        keys = FileSystemReader(self.state(source)).read_metadata().state_dict_metadata
+        return len({found[1] for key in keys if (found := PREDICTION.match(key))})
 
     def folder(self, source: Path) -> ModelFolder:
         place = self._given or self.state(source) / HF

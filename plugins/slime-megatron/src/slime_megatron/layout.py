@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+EXPERT_COUNTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What config.json calls the number of experts; transformers 5 writes the last for Qwen3-MoE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> l
         problems.append(
             f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2."
         )
-    experts = model.get("num_experts") or model.get("n_routed_experts")
+    experts = next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
     if shape.ep > 1 and not experts:
         problems.append(f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out.")
     if experts:

@@ -5,23 +5,13 @@ Legend: T positions, C positions of a chunk, H hidden, V this rank's part of the
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-EntropyMode = Literal["none", "metric", "gradient"]
-
-CHUNK_LOGITS = 2**27
-"""float32 logits of an automatic chunk: 512 MiB."""
-
-
-def chunk_positions(vocab_size: int, asked: int) -> int:
-    """Positions per chunk. `asked` 0: what CHUNK_LOGITS allows; -1: no limit."""
-    if asked == -1:
-        return 2**62
-    return asked or max(CHUNK_LOGITS // max(vocab_size, 1), 1)
+from slime_core.training.head import EntropyMode, scaled_logits
 
 
 def log_probs_of(
@@ -53,13 +43,6 @@ def total(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SU
     return x
 
 
-def scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
-    """(C, V) float32, or float64 if that is what comes in."""
-    logits = torch.nn.functional.linear(hidden_CH, weight_VH)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
 class VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,7 +62,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         size = len(weight_VH)
         for start in range(0, len(targets_T), chunk):
             part = slice(start, start + chunk)
-            z_CV = scaled_logits(hidden_TH[part], weight_VH, temperature)
+            z_CV = scaled_logits(hidden_TH[part], weight_VH, None, temperature)
             # A rank whose part is all padding has no logits.
             lowest_C = z_CV.new_full((len(z_CV),), torch.finfo(dtype).min)
             top_C = total(z_CV.max(-1).values if size else lowest_C, group, dist.ReduceOp.MAX)
@@ -113,7 +96,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         for start in range(0, len(targets_T) if size else 0, ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden_CH = hidden_TH[part]
-            log_p_CV = scaled_logits(hidden_CH, weight_VH, ctx.temperature).sub_(log_sums[part, None])
+            log_p_CV = scaled_logits(hidden_CH, weight_VH, None, ctx.temperature).sub_(log_sums[part, None])
             factor_CV = torch.zeros_like(log_sums[part, None])
             if grad_log_probs is not None:
                 factor_CV = -grad_log_probs[part, None]

@@ -29,15 +29,18 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from slime_core.errors import ConfigError, ModelError
+from slime_core.training.head import EntropyMode, chunk_positions
+from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
-from slime_megatron.attention import AttentionPlan, PackedPlan, Take
+from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import PackedRotary, block_spec
 from slime_megatron.layout import Shape
-from slime_megatron.log_probs import EntropyMode, chunk_positions, log_probs_of
+from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
+from slime_megatron.prediction import Ahead, PredictionLayers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +54,10 @@ class Work:
     padding: Tensor
     """(1, N) bool: tokens that stand for none; auxiliary losses of experts leave them out."""
     entropy: EntropyMode = "none"
+    ahead: tuple[Ahead, ...] = ()
+    """For each layer of multi-token prediction; none where nothing is trained."""
+    experts: tuple[Tensor, ...] = ()
+    """Whose ids routers go by, for each piece of the model, on the host; none: their own scores'."""
 
     @property
     def num_tokens(self) -> Tensor:
@@ -108,7 +115,9 @@ class PackedGpt(GPTModel):
         pre_process: bool,
         post_process: bool,
         vp_stage: int | None,
+        num_ahead: int = 0,
     ) -> None:
+        """`num_ahead`: layers of multi-token prediction."""
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config=config,
@@ -121,13 +130,17 @@ class PackedGpt(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
+        ahead: list[Any] = []
+        if num_ahead:
+            self.mtp = PredictionLayers(config, architecture, num_ahead)
+            ahead = [layer.transformer_layer for layer in self.mtp.layers]
         count_without_padding(self)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
         self.chunk = chunk
         rotary = PackedRotary(architecture.rotary, config, device)
         if architecture.mla:
-            for layer in self.decoder.layers:
+            for layer in [*self.decoder.layers, *ahead]:
                 layer.self_attention.rotary_pos_emb = rotary
         else:
             self.rotary_pos_emb = rotary
@@ -156,9 +169,9 @@ class PackedGpt(GPTModel):
         # A critic has no language-model head, which Megatron's function for language models looks for.
         return dict(MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata))
 
-    def forward(self, work: Work) -> Tensor:
+    def forward(self, work: Work) -> Tensor | tuple[Tensor, Tensor]:
         packed = PackedPlan(qkv_format="thd" if self.config.multi_latent_attention else "sbhd", plan=work.plan)
-        output: Tensor = super().forward(
+        output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
             position_ids=work.plan.position_ids[None],
             decoder_input=self.embedded(work) if self.pre_process else None,
@@ -189,18 +202,48 @@ class PackedGpt(GPTModel):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return work.padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
 
-    def _postprocess(self, hidden_states: Tensor, labels: Work, **unused: Any) -> Tensor:
-        """`labels` is what `forward` was given."""
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        labels: Work,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`labels` is what `forward` was given. With layers of multi-token prediction to train, the sums of their
+        cross-entropies (K,) come too."""
         if not self.post_process:
             return hidden_states
         work = labels
-        sequence_parallel = self.config.sequence_parallel
-        if self.value_head is not None:
-            if sequence_parallel:
-                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-            values = self.value_head(Take.apply(hidden_states[:, 0], work.micro.logit_index))
-            return values.t()
-        if sequence_parallel:
+        if work.ahead:
+            told = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+            losses = self._predict(hidden_states.detach(), work, **told)
+            return self._scores(hidden_states, work), losses
+        return self._scores(hidden_states, work)
+
+    def _predict(self, hidden: Tensor, work: Work, **attention: Any) -> Tensor:
+        """(K,) float32"""
+        with torch.no_grad():
+            positions = work.plan.position_ids[None]
+            embeddings = [self.embedding(input_ids=ahead.tokens, position_ids=positions) for ahead in work.ahead]
+        sums = []
+        for found, ahead in zip(self.mtp(hidden, embeddings, **attention), work.ahead, strict=True):
+            log_probs, _ = self._head(found, ahead.logit_index, ahead.targets, trained=False)
+            sums.append(-log_probs.sum())
+        return torch.stack(sums)
+
+    def _head(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        *,
+        trained: bool = True,
+        temperature: float = 1.0,
+        entropy: EntropyMode = "none",
+    ) -> tuple[Tensor, Tensor | None]:
+        """(T,) log-probs of the targets, and entropies. `trained`: the head's weight gets a gradient."""
+        if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
@@ -208,14 +251,29 @@ class PackedGpt(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
         tp_group = parallel_state.get_tensor_model_parallel_group()
-        log_probs, entropies = log_probs_of(
-            Take.apply(hidden_states[:, 0], work.micro.logit_index),
-            weight[: max(self.true_vocab_size - first, 0)],
-            work.micro.targets,
+        return log_probs_of(
+            Take.apply(hidden_states[:, 0], positions),
+            (weight if trained else weight.detach())[: max(self.true_vocab_size - first, 0)],
+            targets,
             first=first,
             group=tp_group if tp_group.size() > 1 else None,
-            temperature=work.micro.temperature,
+            temperature=temperature,
             chunk=chunk_positions(len(weight), self.chunk),
+            entropy=entropy,
+        )
+
+    def _scores(self, hidden_states: Tensor, work: Work) -> Tensor:
+        """(K, T)"""
+        if self.value_head is not None:
+            if self.config.sequence_parallel:
+                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            values = self.value_head(Take.apply(hidden_states[:, 0], work.micro.logit_index))
+            return values.t()
+        log_probs, entropies = self._head(
+            hidden_states,
+            work.micro.logit_index,
+            work.micro.targets,
+            temperature=work.micro.temperature,
             entropy=work.entropy,
         )
         return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
@@ -285,6 +343,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             vp_stage=vp_stage,
+            num_ahead=options.mtp_num_layers if head == "lm" else 0,
         )
         mark_parallel(chunk)
         chunk.to(placement.device)

@@ -97,6 +97,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "hidden_dropout": "the backend: dropout is off",
         "attention_dropout": "the backend: dropout is off",
         "attention_backend": "the backend: packed attention of its own",
+        "moe_enable_routing_replay": "train.use_routing_replay and train.use_rollout_routing_replay",
         "overlap_param_gather": "the backend: the head runs outside of the modules that would wait for it",
         "overlap_param_gather_with_optimizer_step": "the backend, as overlap_param_gather",
         "lr": "train.lr",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from pydantic import Field, create_model, field_validator
 
-from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
+from slime_core.contracts.backend import BackendDriver, Layout, RoutingReplay, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
@@ -48,6 +48,11 @@ class MegatronOptions(DriverConfig):
     """Compute in float16 with a loss scale."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
+    mtp_num_layers: int = Field(0, ge=0)
+    """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay as they
+    are. Without pipeline parallelism."""
+    mtp_loss_scaling_factor: float = Field(0.2, ge=0)
+    """Of the mean of their cross-entropies in the loss."""
     freeze_params_name_list: tuple[str, ...] = ()
     """Regular expressions: parameters whose Megatron name matches one are not trained."""
     only_train_params_name_list: tuple[str, ...] = ()
@@ -105,6 +110,7 @@ class Megatron(BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = make_config()
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+    replays: ClassVar[frozenset[RoutingReplay]] = frozenset(RoutingReplay)
     layout_options: ClassVar[frozenset[str]] = frozenset(
         {
             "tensor_model_parallel_size",
@@ -156,7 +162,25 @@ class Megatron(BackendDriver):
             problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
         if config.fp16 and config.bf16:
             problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
+        if config.mtp_num_layers:
+            problems += prediction_problems(config, model_config)
         return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
+
+
+def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]) -> list[str]:
+    given, problems = f"backend.mtp_num_layers = {config.mtp_num_layers}", []
+    there = model_config.get("num_nextn_predict_layers") or 0
+    if config.mtp_num_layers > there:
+        problems.append(
+            f"{given}: the model has {there} layers of multi-token prediction (num_nextn_predict_layers in its config.json). "
+            + (f"Say {there} or less." if there else "Leave it out.")
+        )
+    if config.pipeline_model_parallel_size > 1:
+        problems.append(
+            f"{given}, backend.pipeline_model_parallel_size = {config.pipeline_model_parallel_size}: these layers read the "
+            "embedding, which another stage has. Leave one of them out."
+        )
+    return problems
 
 
 def family_problems(model_config: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from slime_core.contracts.backend import TrainerSetup
 from slime_core.errors import ConfigError
+from slime_core.training.process_group import join_group
 from slime_megatron.layout import Shape
 
 
@@ -43,18 +44,7 @@ class Ranks:
 
 def join(setup: TrainerSetup, shape: Shape) -> Ranks:
     """Joins the default process group, or uses the one that another role of this process has made."""
-    made = not dist.is_initialized()
-    if made:
-        backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
-        if setup.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
-    elif dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
-        raise ConfigError(
-            f"role {setup.role}: it is rank {setup.rank} of {setup.world_size}, but this process already is rank "
-            f"{dist.get_rank()} of {dist.get_world_size()} for another role. Give both roles the same ranks."
-        )
+    made = join_group(setup)
     fresh = not parallel_state.model_parallel_is_initialized()
     if fresh:
         parallel_state.initialize_model_parallel(

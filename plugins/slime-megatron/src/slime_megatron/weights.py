@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from slime_core.errors import ModelError
-from slime_megatron.bridges.bridge import LAYER, Bridge
+from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.folder import ModelFolder
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -219,9 +219,11 @@ def all_parts(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def order_of(entry: Entry) -> tuple[int, int, str, int]:
-    """Embedding, layers by number, the rest."""
+    """Embedding, layers by number, the rest, layers of multi-token prediction."""
     if found := LAYER.match(entry.name):
         return 1, int(found[1]), LOCAL_EXPERT.sub(".", entry.name), entry.expert or 0
+    if found := PREDICTION.match(entry.name):
+        return 3, int(found[1]), LOCAL_EXPERT.sub(".", entry.name), entry.expert or 0
     return (0 if entry.name.startswith("embedding") else 2), 0, entry.name, 0
 
 

@@ -14,6 +14,7 @@ import xxhash
 
 from slime_core.errors import DataError, StorageError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.routed_experts import narrow
 from slime_core.types.sample import VersionSpan
 from slime_router.wire import WireCompletion
 
@@ -41,8 +42,11 @@ line_decoder: Final = msgspec.json.Decoder(Line)
 
 
 def key_of(request: GenerateRequest) -> str:
-    """Equal for equal questions: prompt, sampling and seed; not the request's id, which a retry changes."""
+    """Equal for equal questions: prompt, sampling, seed, expert ids that are asked for; not the request's id, which a retry
+    changes."""
     asked = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
+    if request.routed_experts_from is not None:
+        asked.append(request.routed_experts_from)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))
 
 
@@ -127,7 +131,7 @@ def one_line(body: bytes) -> msgspec.Raw:
 
 
 def as_json(completion: Completion) -> Mapping[str, Any]:
-    prompt = completion.prompt_token_ids
+    prompt, experts = completion.prompt_token_ids, completion.routed_experts
     return {
         "token_ids": completion.token_ids.tolist(),
         "log_probs": completion.log_probs.tolist(),
@@ -136,12 +140,14 @@ def as_json(completion: Completion) -> Mapping[str, Any]:
         "cached_tokens": completion.cached_tokens,
         "extra": completion.extra,
         "prompt_token_ids": None if prompt is None else prompt.tolist(),
+        "routed_experts": None if experts is None else experts.tolist(),
     }
 
 
 def from_json(fields: Mapping[str, Any], request_id: str, engine_index: int) -> Completion:
     prompt = fields["prompt_token_ids"]
     # NaN, where an engine gave no log-probs, is null in JSON.
+    experts = fields.get("routed_experts")
     log_probs = [np.nan if value is None else value for value in fields["log_probs"]]
     return Completion(
         request_id=request_id,
@@ -153,4 +159,5 @@ def from_json(fields: Mapping[str, Any], request_id: str, engine_index: int) -> 
         engine_index=engine_index,
         extra=dict(fields["extra"]),
         prompt_token_ids=None if prompt is None else np.array(prompt, np.int32),
+        routed_experts=None if experts is None else narrow(np.array(experts, np.int64)),
     )

@@ -119,6 +119,8 @@ class WireCompletion(Completion):
             ("engine_index", engine_index),
             ("queue_s", 0.0),
             ("prompt_token_ids", None),
+            # An engine's expert ids pass with its bytes, unread.
+            ("routed_experts", None),
             ("_parts", parts),
             ("_read", None),
         ):

@@ -58,6 +58,9 @@ class SearchR1Generator(Generator):
             trajectory.append_environment(addition)
             action = Action(Kind.INVALID)
 
+    async def open(self) -> None:
+        await self._searches.check()
+
     async def close(self) -> None:
         await self._searches.close()
 

@@ -81,6 +81,18 @@ class Searches:
         self._waiting.append((query, found))
         return await found
 
+    async def check(self) -> None:
+        """PluginError if nobody answers: searches would fail one by one, each after all its attempts."""
+        if self._topk == 0:
+            return
+        try:
+            await self._ask(["is anybody there?"])
+        except (RetrievalUnavailable, RetrievalTimeout) as error:
+            raise PluginError(
+                f"{error}. Is it running, and is this its address (--generate.search-url)? One is started by `slime-retrieval "
+                "serve --corpus FILE --port 8000`; with --generate.corpus FILE in its place the run starts one itself."
+            ) from error
+
     async def close(self) -> None:
         for delivery in self._deliveries:
             delivery.cancel()

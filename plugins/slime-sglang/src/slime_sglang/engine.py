@@ -21,6 +21,7 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 from slime_core.types.weights import Bucket
 from slime_sglang.buckets import BucketOrder, payload
 from slime_sglang.connection import Connection, ConnectionLost, allow_connections, new_pool
+from slime_sglang.experts import ExpertSizes
 from slime_sglang.external import connect_external
 from slime_sglang.features import Features
 from slime_sglang.generation import RequestIds, Running, version_of
@@ -69,6 +70,7 @@ class SglangEngine(RolloutEngine):
         self._features = Features()
         self._vocab_size = 0
         self._image_tokens: ImageTokens | None = None
+        self._experts: ExpertSizes | None = None
         self._version = -1
         self._rids = RequestIds()
         self._running: dict[str, Running] = {}
@@ -89,6 +91,7 @@ class SglangEngine(RolloutEngine):
         """Starts the servers, or finds the external ones. EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
+        self._experts = expert_sizes(self._config, setup) if setup.routed_experts else None
         self._setup = setup
         self._open = asyncio.Event()
         self._open.set()
@@ -96,6 +99,9 @@ class SglangEngine(RolloutEngine):
         self._pool = new_pool()
         try:
             await self._start_servers(setup, self._pool)
+            if setup.node_rank:
+                self._watch = asyncio.create_task(self._watch_processes(), name=f"engine-{setup.index}-watch")
+                return EngineInfo(capabilities=frozenset(), pid=self._processes[0].pid)
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
             self._image_tokens = ImageTokens.of(setup.model_path)
@@ -127,6 +133,11 @@ class SglangEngine(RolloutEngine):
 
     async def _start_servers(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> None:
         if self._config.external_engine_addrs:
+            if setup.num_nodes > 1:
+                raise EngineError(
+                    f"{self._name}: where the devices of external servers are is theirs to know. Leave "
+                    "launcher.rollout_num_gpus_per_engine out."
+                )
             self._servers = connect_external(self._config, setup, pool)
             self._roles = [WorkerRole()] * len(self._servers)
             return
@@ -185,8 +196,9 @@ class SglangEngine(RolloutEngine):
 
     async def health(self) -> None:
         """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
-        routes do: its scheduler is asked for its state."""
-        self._ready()
+        routes do: its scheduler is asked for its state. On a machine beside the first one its process is all there is."""
+        if self._ready().node_rank:
+            return
         before = self._pauses
         if not (self._paused or self._absent):
             try:
@@ -272,6 +284,10 @@ class SglangEngine(RolloutEngine):
         for request in requests:
             if request.images:
                 self._check_images(request)
+            if request.routed_experts_from is not None and self._experts is None:
+                raise EngineRefused(
+                    f"{self._name}: request {request.request_id} asks for expert ids; the engine was started without them."
+                )
             tokens = request.token_ids
             if not len(tokens):
                 raise EngineRefused(
@@ -355,7 +371,13 @@ class SglangEngine(RolloutEngine):
             )
         finally:
             self._load[place] -= 1
-        return run.take(reply, expected_version=expected, vocab_size=self._vocab_size, server=server.name)
+        return run.take(
+            reply,
+            expected_version=expected,
+            vocab_size=self._vocab_size,
+            server=server.name,
+            experts=self._experts,
+        )
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
@@ -488,12 +510,11 @@ class SglangEngine(RolloutEngine):
         versions before. EngineError if a server has another version."""
         self._order.incomplete = False
         self._version = version
-        held = await self._versions()
+        flushed = self._servers if self._config.pause_mode == "abort" else ()
+        held, *_ = await asyncio.gather(self._versions(), *(self._flush(server) for server in flushed))
         if set(held) != {version}:
             self._order.incomplete = True
             raise EngineError(f"{self._name}: version {version} was loaded, but its servers say {held}.")
-        if self._config.pause_mode == "abort":
-            await asyncio.gather(*(self._flush(server) for server in self._servers))
 
     async def _flush(self, server: Connection) -> None:
         for attempt in range(FLUSH_TRIES):
@@ -606,6 +627,18 @@ class SglangEngine(RolloutEngine):
         await asyncio.gather(
             *(server.post(path, body, timeout_s=self._config.control_timeout) for server in self._servers)
         )
+
+
+def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
+    """EngineError where servers cannot be asked which experts they chose."""
+    if config.router_policy != "none":
+        # Its requests are a record of known fields, and the others do not reach the servers.
+        raise EngineError(
+            f'engine {setup.index}: engine.router_policy = "{config.router_policy}": sglang-router does not pass on that '
+            "expert ids are asked for (train.use_rollout_routing_replay). Say none: requests then go to the servers "
+            "directly, and router.middlewares has policies for them."
+        )
+    return ExpertSizes.of(setup.model_path)
 
 
 def vocab_size_of(setup: EngineSetup) -> int:

@@ -30,6 +30,7 @@ class Features:
     memory_saver: bool = False
     version_spans: bool = False
     images: bool = False
+    routed_experts: bool = False
 
     @classmethod
     async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
@@ -52,6 +53,8 @@ class Features:
             version_spans=alone and await reports_spans(server),
             # Its processor decodes the prompt, so it needs the tokenizer.
             images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
+            # The second of a pair has not read the prompt.
+            routed_experts=alone and bool(args.get("enable_return_routed_experts")),
         )
 
     def common(self, others: Iterable[Features]) -> Features:
@@ -67,6 +70,7 @@ class Features:
                 memory_saver=result.memory_saver and other.memory_saver,
                 version_spans=result.version_spans and other.version_spans,
                 images=result.images and other.images,
+                routed_experts=result.routed_experts and other.routed_experts,
             )
         return result
 
@@ -80,6 +84,8 @@ class Features:
             offered.add(Capability.SLEEP)
         if self.images:
             offered.add(Capability.IMAGES)
+        if self.routed_experts:
+            offered.add(Capability.ROUTED_EXPERTS)
         return frozenset(offered)
 
 

@@ -14,7 +14,9 @@ import numpy as np
 
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import VersionSpan
+from slime_sglang.experts import ExpertSizes
 from slime_sglang.image_data import ImageTokens, encoded
 
 INITIAL: Final = "default"
@@ -102,6 +104,8 @@ class Running:
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     drafts: Drafts = field(default_factory=Drafts)
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
+    """Of the tokens from the request's `routed_experts_from` on, a piece for each part."""
     sweep: int = 0
     """How often the engine had aborted everything when this part was sent."""
     aborted: bool = False
@@ -140,28 +144,54 @@ class Running:
         tokens = request.token_ids
         if written:
             tokens = np.concatenate([tokens, np.asarray(self.token_ids, tokens.dtype)])
+        asked: dict[str, Any] = {}
+        if self.asks_experts:
+            asked = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
         body: dict[str, Any] = {
             "rid": self.rid,
             "input_ids": np.ascontiguousarray(tokens),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,
+            **asked,
         }
         if self.image_tokens is not None:
             body["input_ids"] = np.ascontiguousarray(self.image_tokens.collapsed(tokens))
             body["image_data"] = encoded(request.images)
         return body
 
-    def take(self, reply: Any, *, expected_version: int | None, vocab_size: int, server: str) -> FinishReason:
+    @property
+    def asks_experts(self) -> bool:
+        return self.request.routed_experts_from is not None
+
+    @property
+    def experts_from(self) -> int:
+        """The first token whose expert ids are not known yet."""
+        return (self.request.routed_experts_from or 0) + sum(map(len, self.routed_experts))
+
+    def take(
+        self,
+        reply: Any,
+        *,
+        expected_version: int | None,
+        vocab_size: int,
+        server: str,
+        experts: ExpertSizes | None = None,
+    ) -> FinishReason:
         """Adds a part of the answer. EngineError for anything that cannot be an answer. `expected_version`: of all of
-        its tokens, where no weights can have changed meanwhile."""
+        its tokens, where no weights can have changed meanwhile. `experts`: where their ids may be asked for."""
         try:
             meta = reply["meta_info"]
             reason = finish_reason(meta["finish_reason"], server)
             pairs = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
             spans = spans_of(meta, len(pairs))
             cached = int(meta.get("cached_tokens", 0))
-            read = int(meta["prompt_tokens"]) if self.image_tokens is not None else None
+            prompt_tokens = int(meta["prompt_tokens"]) if self.image_tokens is not None else None
+            routed = []
+            if self.asks_experts and experts is not None and pairs:
+                # The last token was sampled and not read.
+                read = len(self.request.token_ids) + len(self.token_ids) + len(pairs) - 1
+                routed.append(experts.read(meta.get("routed_experts"), read - self.experts_from))
         except EngineError:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -171,11 +201,11 @@ class Running:
             ) from error
         self._check(pairs, spans, expected_version, vocab_size, server)
         sent = len(self.request.token_ids) + len(self.token_ids)
-        if read is not None and read != sent and reason is not FinishReason.ABORT:
+        if prompt_tokens is not None and prompt_tokens != sent and reason is not FinishReason.ABORT:
             raise EngineRefused(
-                f"{server}: it read {read} tokens where request {self.request.request_id} has {sent}: it makes other features "
-                "of the images than the run does, or reads the prompt's text anew. Use the run's model folder for it, and do "
-                "not switch SGLANG_MM_AVOID_RETOKENIZE off."
+                f"{server}: it read {prompt_tokens} tokens where request {self.request.request_id} has {sent}: it makes other "
+                "features of the images than the run does, or reads the prompt's text anew. Use the run's model folder for it, "
+                "and do not switch SGLANG_MM_AVOID_RETOKENIZE off."
             )
         offset = len(self.token_ids)
         self.token_ids += [token for _, token in pairs]
@@ -185,6 +215,7 @@ class Running:
         if not self.part:
             self.cached_tokens = cached
         self.drafts = self.drafts + Drafts.of(meta, len(pairs))
+        self.routed_experts += routed
         return reason
 
     def _check(
@@ -234,6 +265,11 @@ class Running:
             for span in self.spans
             if span.start < keep
         ]
+        if self.routed_experts:
+            start = self.request.routed_experts_from or 0
+            # Where nothing is kept, the next part's weights choose for the prompt too.
+            rows = max(0, len(self.request.token_ids) + keep - 1 - start) if keep else 0
+            self.routed_experts = [np.concatenate(self.routed_experts)[:rows]]
         self.part += 1
 
     def completion(self, reason: FinishReason, engine_index: int) -> Completion:
@@ -246,6 +282,7 @@ class Running:
             cached_tokens=self.cached_tokens,
             engine_index=engine_index,
             extra=self.drafts.metrics,
+            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts and self.token_ids else None,
         )
 
 

@@ -17,7 +17,7 @@ from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.plugin import server_options
-from slime_sglang.process import ServerProcess, free_port
+from slime_sglang.process import ServerProcess, address_of, free_port
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -54,19 +54,19 @@ class Started:
 
 def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
     """The GPUs of one of the engine's servers, as CUDA_VISIBLE_DEVICES names them."""
-    each = setup.num_devices // servers
+    each = setup.devices_here // servers
     visible = os.environ.get(DEVICES)
     if visible is None:
         # One machine, all its GPUs: engines in order.
         first = setup.index * setup.num_devices + place * each
         return tuple(str(number) for number in range(first, first + each))
     names = [name for name in visible.split(",") if name]
-    if len(names) < setup.num_devices:
+    if len(names) < setup.devices_here:
         raise EngineError(
-            f"engine {setup.index}: it should have {setup.num_devices} GPUs, but {DEVICES} = {visible} has {len(names)}."
+            f"engine {setup.index}: it should have {setup.devices_here} GPUs, but {DEVICES} = {visible} has {len(names)}."
         )
     # A launcher that places engines shows each its own devices only.
-    first = 0 if len(names) == setup.num_devices else (setup.index * setup.num_devices) % len(names)
+    first = 0 if len(names) == setup.devices_here else (setup.index * setup.devices_here) % len(names)
     return tuple(names[first + place * each : first + (place + 1) * each])
 
 
@@ -75,6 +75,11 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     chosen = server_options(config)
     on_cpu = setup.device == "cpu"
     pp_size = chosen.get("pp_size", 1)
+    if setup.num_nodes > 1 and config.servers > 1:
+        raise EngineError(
+            f"engine {setup.index}: its {setup.num_devices} devices are on {setup.num_nodes} machines, which one server can "
+            f"span, but not engine.servers = {config.servers}. Use several engines (launcher.rollout_num_gpus_per_engine)."
+        )
     if setup.num_devices % (config.servers * pp_size):
         raise EngineError(
             f"engine {setup.index}: {setup.num_devices} devices cannot be shared by engine.servers = {config.servers} of "
@@ -86,7 +91,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         "trust_remote_code": setup.trust_remote_code,
         "device": setup.device,
         "random_seed": setup.seed + place,
-        "host": "127.0.0.1",
+        "host": setup.host,
         "skip_server_warmup": True,
         "context_length": setup.max_context_len + MARGIN,
         "tp_size": setup.num_devices // config.servers // pp_size,
@@ -95,6 +100,8 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         "log_level": "info",
         "log_level_http": "warning",
     }
+    if setup.num_nodes > 1:
+        options |= {"nnodes": setup.num_nodes, "node_rank": setup.node_rank, "dist_init_addr": setup.rendezvous}
     if on_cpu:
         options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
         if ImageTokens.of(setup.model_path) is not None:
@@ -104,6 +111,8 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
         options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if setup.routed_experts:
+        options["enable_return_routed_experts"] = True
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
     if config.prefill_servers:
@@ -131,6 +140,11 @@ def environment_for(setup: EngineSetup, devices: Sequence[str]) -> dict[str, str
         # One thread a process: several on the same cores cost four times the throughput. Without a compiled graph, the
         # first request does not wait for a compiler.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        if setup.num_devices > 1:
+            # It would give every rank cores of a socket of its own.
+            cores = sorted(os.sched_getaffinity(0))
+            bound = (str(cores[rank % len(cores)]) for rank in range(setup.num_devices))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     else:
         environment[DEVICES] = ",".join(devices)
     return environment
@@ -144,8 +158,8 @@ async def start_server(
     *,
     common_token: str | None = None,
 ) -> Started:
-    """A server that answers, to a token of its own or to a common one. EngineError with its last lines if it dies, or does
-    not answer in time."""
+    """A server that answers, to a token of its own or to a common one; on a machine that is not an engine's first, its part
+    of one. EngineError with its last lines if it dies, or does not answer in time."""
     options = options_for(config, setup, place)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
     environment = environment_for(setup, devices)
@@ -153,15 +167,15 @@ async def start_server(
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
     deadline = time.monotonic() + config.start_timeout
     for attempt in range(1, ATTEMPTS + 1):
-        port, token = free_port(), common_token or secrets.token_urlsafe(24)
+        port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
         own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
         bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
         if bootstrap_port is not None:
             own["disaggregation_bootstrap_port"] = bootstrap_port
         process = ServerProcess(MODULE, options | own, log=log, environment=environment)
-        connection = Connection(pool, f"http://127.0.0.1:{port}", token, name)
+        connection = Connection(pool, address_of(setup.host, port), token, name)
         try:
-            if await is_up(connection, process, deadline):
+            if await is_up(connection, process, deadline, serves=not setup.node_rank):
                 return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
         except BaseException:
             process.kill()
@@ -178,12 +192,14 @@ async def start_server(
     raise EngineError(f"{name}: SGLang {process.ending} at start. Last lines of {log}:\n{process.last_lines()}")
 
 
-async def is_up(connection: Connection, process: ServerProcess, deadline: float) -> bool:
-    """Waits until the server knows its token and is healthy; False if it has died or the time is over."""
+async def is_up(connection: Connection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:
+    """Waits until the server knows its token and is healthy; False if it has died or the time is over. One that only takes
+    part has no more than a health route."""
     while process.exit_code is None and time.monotonic() < deadline:
         try:
             # Asked with the token: somebody else's server on this port is not taken for ours.
-            await connection.get("/model_info", timeout_s=ANSWER_S)
+            if serves:
+                await connection.get("/model_info", timeout_s=ANSWER_S)
             await connection.get("/health", timeout_s=ANSWER_S)
             return True
         except EngineError:

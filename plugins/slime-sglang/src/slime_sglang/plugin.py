@@ -73,6 +73,12 @@ def options_of_server() -> tuple[ServerOption, ...]:
     return tuple(option for option in installed_options() if option.name not in SglangOptions.model_fields)
 
 
+def may_tell_experts() -> bool:
+    """External servers may be of another version than the installed one, or it may not be installed at all."""
+    names = {option.name for option in options_of_server()}
+    return not names or "enable_return_routed_experts" in names
+
+
 def make_config() -> type[SglangOptions]:
     """SglangOptions with the server's options beside its own. None: what SGLang does by default."""
     fields: dict[str, Any] = {}
@@ -130,7 +136,9 @@ class Sglang(EngineDriver):
             Capability.SCORES,
             Capability.IMAGES,
         }
-    )
+    ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
+
+    spans_nodes = True
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:

@@ -20,10 +20,14 @@ TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not 
 """What a log says where somebody else had the port first."""
 
 
-def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def address_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of this machine's address `host` that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -15,7 +15,7 @@ import aiohttp
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
-from slime_sglang.process import ServerProcess, free_port
+from slime_sglang.process import ServerProcess, address_of, free_port
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -88,7 +88,7 @@ async def start_router(
     common_token: str | None = None,
 ) -> Router:
     """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
-    port, token = free_port(), common_token or secrets.token_urlsafe(24)
+    port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
     # Retries would repeat a request that cannot be repeated blindly; the kernel knows which can.
     options: dict[str, Any] = {
         "request_timeout_secs": int(config.request_timeout),
@@ -97,7 +97,7 @@ async def start_router(
         "worker_urls": [],
         "pd_disaggregation": bool(config.prefill_servers),
         "policy": config.router_policy,
-        "host": "127.0.0.1",
+        "host": setup.host,
         "port": port,
         "prometheus_port": free_port(),
         "prometheus_host": "127.0.0.1",
@@ -106,7 +106,8 @@ async def start_router(
     log = setup.run_dir / "logs" / f"sglang-router-{setup.index}.log"
     process = ServerProcess(MODULE, options, log=log, environment=os.environ)
     router = Router(
-        connection=Connection(pool, f"http://127.0.0.1:{port}", token, f"engine {setup.index}, router"), process=process
+        connection=Connection(pool, address_of(setup.host, port), token, f"engine {setup.index}, router"),
+        process=process,
     )
     try:
         await until_up(router)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,18 +17,13 @@ from starlette.routing import Route
 from slime_agents.served import anthropic_api, openai_api
 from slime_agents.served.dialogue import BadCall
 from slime_agents.served.session import Ended, Session
+from slime_core.serving.in_loop import InLoopServer
+from slime_core.serving.listener import listen
 
+BACKLOG: Final = 1024
 EVENTS: Final = "text/event-stream"
 # Clients would ask again, and again in vain.
 FINAL: Final = {"x-should-retry": "false"}
-
-
-class InLoop(uvicorn.Server):
-    """One that leaves the process's signals to the run."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class AgentServer:
@@ -40,8 +32,7 @@ class AgentServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
-        self._server: InLoop | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._server: InLoopServer | None = None
         self._port = 0
         self._app = Starlette(
             routes=[
@@ -68,20 +59,15 @@ class AgentServer:
         del self._sessions[key]
 
     async def close(self) -> None:
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await self._task
+        if self._server is not None:
+            await self._server.close()
             self._server = None
 
     async def _start(self) -> None:
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0, backlog=BACKLOG)
         self._port = listener.getsockname()[1]
-        config = uvicorn.Config(self._app, log_level="warning", lifespan="off", access_log=False)
-        self._server = InLoop(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.002)
+        self._server = InLoopServer(self._app)
+        await self._server.start(listener)
 
     def _session(self, request: Request) -> Session | None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

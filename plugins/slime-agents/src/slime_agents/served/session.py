@@ -198,6 +198,7 @@ class Kept:
             return None
         others = np.flatnonzero(sample.loss_mask[start:] == 0)
         end = start + int(others[0]) if len(others) else sample.response_length
+        experts = sample.routed_experts
         completion = Completion(
             request_id="kept",
             token_ids=sample.response_tokens[start:end],
@@ -208,6 +209,7 @@ class Kept:
                 for version, first, last in sample.spans
                 if max(first, start) < min(last, end)
             ),
+            routed_experts=None if experts is None else experts[: sample.prompt_length + end - 1],
         )
         is_open = end == sample.response_length and int(sample.tokens[-1]) not in self.ends
         return Known(completion, is_open)
@@ -221,4 +223,6 @@ def after(begun: Completion, rest: Completion) -> Completion:
         token_ids=np.concatenate([begun.token_ids, rest.token_ids]),
         log_probs=np.concatenate([begun.log_probs, rest.log_probs]),
         spans=(*begun.spans, *(VersionSpan(v, s + length, e + length) for v, s, e in rest.spans)),
+        # Those of the rest are of the whole sequence, if it has a token.
+        routed_experts=begun.routed_experts if rest.routed_experts is None else rest.routed_experts,
     )

@@ -17,6 +17,8 @@ from slime_core.errors import ModelError
 from slime_megatron.bridges.weight import GateUp, Plain, Qkv, Weight
 
 LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+PREDICTION: Final = re.compile(r"^mtp\.layers\.(\d+)\.(.*)$")
+OF_PREDICTION: Final = "transformer_layer."
 EXPERT: Final = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.*)$")
 
 
@@ -55,7 +57,8 @@ class Bridge(ABC):
 
     config: PreTrainedConfig
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
-    """Regular expressions: tensors of a folder that nothing is made of."""
+    """Regular expressions: tensors of a folder that nothing need be made of. `{layers_behind}` stands for the numbers of the
+    layers of multi-token prediction."""
 
     @abstractmethod
     def architecture(self) -> Architecture: ...
@@ -70,6 +73,11 @@ class Bridge(ABC):
             "linear_fc1.weight": GateUp(names=("gate_proj.weight", "up_proj.weight")),
             "linear_fc2.weight": Plain(names=("down_proj.weight",)),
         }
+
+    def prediction_weights(self) -> Mapping[str, Weight]:
+        """Of a layer of multi-token prediction, beside its decoder layer; names in the folder stand after
+        `model.layers.N.`, N counting on from the last layer; none where the family's are not computed."""
+        return {}
 
     def outer_weights(self) -> Mapping[str, Weight]:
         return {
@@ -114,6 +122,16 @@ class Bridge(ABC):
     def weight(self, name: str) -> Weight:
         """Of a parameter of Megatron, by its name in the whole model."""
         prefix, weights, short = "", self.outer_weights(), name
+        if found := PREDICTION.match(name):
+            prefix = f"model.layers.{self.config.num_hidden_layers + int(found[1])}."
+            weights, short = self.prediction_weights(), found[2]
+            if not weights:
+                raise ModelError(
+                    "backend.mtp_num_layers: backend megatron does not train this family's layers of multi-token prediction. "
+                    "Leave it out."
+                )
+            if short.startswith(OF_PREDICTION):
+                name = f"decoder.layers.{self.config.num_hidden_layers + int(found[1])}.{short.removeprefix(OF_PREDICTION)}"
         if found := LAYER.match(name):
             prefix, weights, short = f"model.layers.{found[1]}.", self.layer_weights(), found[2]
             if expert := EXPERT.match(short):
@@ -125,8 +143,10 @@ class Bridge(ABC):
 
     def ignores(self, name: str) -> bool:
         """Whether a folder may have this tensor though nothing is made of it."""
-        layers = self.config.num_hidden_layers
-        patterns = [pattern.replace("{num_hidden_layers}", str(layers)) for pattern in self.ignored]
+        last = self.config.num_hidden_layers
+        behind = range(last, last + max(1, getattr(self.config, "num_nextn_predict_layers", None) or 0))
+        layers = f"(?:{'|'.join(map(str, behind))})"
+        patterns = [pattern.replace("{layers_behind}", layers) for pattern in self.ignored]
         if self.config.tie_word_embeddings:
             patterns.append(r"^lm_head\.weight$")
         return any(re.search(pattern, name) for pattern in patterns)
@@ -222,6 +242,16 @@ class Moe:
             "moe_router_dtype": "fp32",
             **self.options,
         }
+
+
+def deepseek_prediction_weights() -> dict[str, Weight]:
+    """DeepSeek-V3's names, which GLM-4.5 shares."""
+    return {
+        "enorm.weight": Plain(names=("enorm.weight",)),
+        "hnorm.weight": Plain(names=("hnorm.weight",)),
+        "eh_proj.weight": Plain(names=("eh_proj.weight",)),
+        "final_layernorm.weight": Plain(names=("shared_head.norm.weight",)),
+    }
 
 
 def placed(weight: Weight, prefix: str) -> Weight:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slime_core.errors import ModelError
-from slime_megatron.bridges.bridge import Architecture, Bridge, Moe, sigmoid_moe_weights, sigmoid_routing
+from slime_megatron.bridges.bridge import (
+    Architecture,
+    Bridge,
+    Moe,
+    deepseek_prediction_weights,
+    sigmoid_moe_weights,
+    sigmoid_routing,
+)
 from slime_megatron.bridges.weight import Plain, Weight
 
 
@@ -30,9 +37,9 @@ class Qwen3Moe(Bridge):
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Bridge):
-    """GLM-4.5, 4.6 and 4.7. The layers of multi-token prediction behind the last one stay as the folder has them."""
+    """GLM-4.5, 4.6 and 4.7. What nothing is made of in the layer behind the last one stays as the folder has it."""
 
-    ignored = (*Bridge.ignored, r"^model\.layers\.{num_hidden_layers}\.")
+    ignored = (*Bridge.ignored, r"^model\.layers\.{layers_behind}\.")
 
     def architecture(self) -> Architecture:
         config = self.config
@@ -51,3 +58,6 @@ class Glm4Moe(Bridge):
 
     def layer_weights(self) -> Mapping[str, Weight]:
         return {**super().layer_weights(), **sigmoid_moe_weights()}
+
+    def prediction_weights(self) -> Mapping[str, Weight]:
+        return deepseek_prediction_weights()

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import ModelError
-from slime_megatron.bridges.bridge import Architecture, Bridge, Moe, sigmoid_moe_weights, sigmoid_routing
+from slime_megatron.bridges.bridge import (
+    Architecture,
+    Bridge,
+    Moe,
+    deepseek_prediction_weights,
+    sigmoid_moe_weights,
+    sigmoid_routing,
+)
 from slime_megatron.bridges.weight import Plain, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3(Bridge):
-    """The layers of multi-token prediction behind the last one stay as the folder has them."""
+    """What nothing is made of in the layer behind the last one stays as the folder has it."""
 
     config_type = "deepseek_v3"
-    ignored = (*Bridge.ignored, r"^model\.layers\.{num_hidden_layers}\.")
+    ignored = (*Bridge.ignored, r"^model\.layers\.{layers_behind}\.")
 
     def architecture(self) -> Architecture:
         config = self.config
@@ -58,6 +65,9 @@ class DeepseekV3(Bridge):
 
     def layer_weights(self) -> Mapping[str, Weight]:
         return {**super().layer_weights(), **sigmoid_moe_weights()}
+
+    def prediction_weights(self) -> Mapping[str, Weight]:
+        return deepseek_prediction_weights()
 
     def attention(self) -> dict[str, Weight]:
         theirs = {

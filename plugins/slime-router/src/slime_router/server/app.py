@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from slime_core.config.bound import Part
 from slime_core.errors import ConfigError
+from slime_core.serving.gate import Gate
 from slime_router.server.engines import Engines
-from slime_router.server.gate import Gate
 from slime_router.server.generate import Generate
 from slime_router.server.json_answer import json_answer, json_error
 from slime_router.server.metrics import Metrics, MiddlewareCollector, UpstreamCollector
@@ -101,7 +101,11 @@ def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) 
     for middleware in middlewares:
         if isinstance(middleware, HasRoutes):
             routes += middleware.routes()
-    return Gate(Starlette(routes=routes, lifespan=lifespan), settings.token)
+
+    def refusal(said: str) -> Response:
+        return json_error(401, said, {"www-authenticate": "Bearer"})
+
+    return Gate(Starlette(routes=routes, lifespan=lifespan), settings.token, refusal=refusal)
 
 
 def shown(upstream: Upstream) -> dict[str, object]:

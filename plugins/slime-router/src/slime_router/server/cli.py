@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import secrets
-import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +14,11 @@ from slime_core import groups
 from slime_core.config.bind import Binder
 from slime_core.config.bound import Part
 from slime_core.config.plugin_table import PluginTable
-from slime_core.errors import ConfigError, SlimeError, StorageError
+from slime_core.errors import ConfigError
 from slime_core.registry import Registry
+from slime_core.serving.command import run_command
+from slime_core.serving.listener import is_loopback, listen, shown
+from slime_core.serving.token_file import token_from
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -65,7 +65,7 @@ def serve(
         )
 
     from slime_router.server.app import create_app
-    from slime_router.server.serve import listen, run
+    from slime_router.server.serve import BACKLOG, run
     from slime_router.server.settings import Settings
     from slime_router.server.upstreams import Upstreams
 
@@ -79,10 +79,9 @@ def serve(
         upstream_token=None if upstream_token_file is None else token_from(upstream_token_file, create=False),
     )
     asgi = create_app(Upstreams(upstream or [], settings), parts, settings)
-    socket = listen(host, port)
-    shown_host = f"[{host}]" if ":" in host else host
+    socket = listen(host, port, backlog=BACKLOG)
     told = "no token asked" if no_token else f"token in {token_file}"
-    print(f"slime-router listens on http://{shown_host}:{socket.getsockname()[1]}, {told}", flush=True)
+    print(f"slime-router listens on {shown(socket, host)}, {told}", flush=True)
     run(asgi, socket, log_level=log_level)
 
 
@@ -107,31 +106,5 @@ def table_of(text: str) -> Any:
     return tomllib.loads(f"table = {text}")["table"] if text.lstrip().startswith("{") else text
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def token_from(file: Path, *, create: bool) -> str:
-    """The file's token. One that is made can be read by its owner alone."""
-    try:
-        if create and not file.exists():
-            file.touch(mode=0o600)
-            file.write_text(secrets.token_urlsafe(32) + "\n")
-        token = file.read_text().strip()
-    except OSError as error:
-        raise StorageError(f"{file}: the token cannot be read or written: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"{file}: there is no token in it. Remove it to have one made.")
-    return token
-
-
 def main() -> None:
-    """A SlimeError is one paragraph and its exit code."""
-    try:
-        app()
-    except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(app)

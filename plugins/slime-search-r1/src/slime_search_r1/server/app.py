@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,14 +10,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from slime_core.serving.gate import Gate
 from slime_search_r1.server.index import Hit, Index
 
 MAX_QUERIES: Final = 1024
 MAX_QUERY_CHARS: Final = 100_000
 MAX_BODY: Final = 64 * 2**20
-OPEN: Final = frozenset({"/health"})
 
 
 class Asked(BaseModel):
@@ -52,27 +51,10 @@ def create_app(index: Index, token: str | None) -> ASGIApp:
         return JSONResponse({"status": "ok", "documents": len(index)})
 
     routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
-    return Gate(Starlette(routes=routes), token)
+    return Gate(Starlette(routes=routes), token, refusal=lambda said: JSONResponse({"error": said}, 401))
 
 
 def shown(hit: Hit, with_score: bool) -> dict[str, Any]:
     document = hit.document.model_dump()
     document["contents"] = document["contents"] or f'"{document["title"]}"\n{document["text"]}'
     return {"document": document, "score": hit.score} if with_score else document
-
-
-class Gate:
-    """Around the whole app: only who brings the token comes in. /health is open."""
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._expected is not None and scope["type"] == "http" and scope["path"] not in OPEN:
-            brought = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(brought, self._expected):
-                refusal = JSONResponse({"error": "the header `authorization: Bearer TOKEN` is wanted"}, 401)
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -9,17 +9,18 @@ import threading
 from pathlib import Path
 
 from slime_core.errors import SlimeError
+from slime_core.serving.listener import listen
 from slime_search_r1.server.app import create_app
 from slime_search_r1.server.corpus import read_corpus
 from slime_search_r1.server.index import Index
-from slime_search_r1.server.serve import listen, server_of
+from slime_search_r1.server.serve import BACKLOG, server_of
 
 
 def main() -> None:
     token = sys.stdin.readline().strip()
     try:
         index = Index(read_corpus(Path(sys.argv[1])))
-        listener = listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0, backlog=BACKLOG)
     except SlimeError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(error.exit_code)

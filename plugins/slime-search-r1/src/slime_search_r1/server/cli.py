@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
-import secrets
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slime_core.errors import ConfigError, SlimeError, StorageError
+from slime_core.errors import ConfigError
+from slime_core.serving.command import run_command
+from slime_core.serving.listener import is_loopback, listen, shown
+from slime_core.serving.token_file import token_from
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -37,45 +37,18 @@ def serve(
     from slime_search_r1.server.app import create_app
     from slime_search_r1.server.corpus import read_corpus
     from slime_search_r1.server.index import Index
-    from slime_search_r1.server.serve import listen, server_of
+    from slime_search_r1.server.serve import BACKLOG, server_of
 
-    listener = listen(host, port)
-    token = None if no_token else token_from(token_file)
+    listener = listen(host, port, backlog=BACKLOG)
+    token = None if no_token else token_from(token_file, create=True)
     index = Index(read_corpus(corpus))
-    shown_host = f"[{host}]" if ":" in host else host
     told = "no token asked" if no_token else f"token in {token_file}"
     print(
-        f"slime-retrieval listens on http://{shown_host}:{listener.getsockname()[1]}, {len(index)} documents, {told}",
+        f"slime-retrieval listens on {shown(listener, host)}, {len(index)} documents, {told}",
         flush=True,
     )
     server_of(create_app(index, token)).run(sockets=[listener])
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def token_from(file: Path) -> str:
-    """The file's token. One that is made can be read by its owner alone."""
-    try:
-        if not file.exists():
-            file.touch(mode=0o600)
-            file.write_text(secrets.token_urlsafe(32) + "\n")
-        token = file.read_text().strip()
-    except OSError as error:
-        raise StorageError(f"{file}: the token cannot be read or written: {error.strerror}") from None
-    if not token:
-        raise ConfigError(f"{file}: there is no token in it. Remove it to have one made.")
-    return token
-
-
 def main() -> None:
-    """A SlimeError is one paragraph and its exit code."""
-    try:
-        app()
-    except SlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(app)

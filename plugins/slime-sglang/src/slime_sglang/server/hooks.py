@@ -1,8 +1,8 @@
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
 Everywhere: two more actions of /weights_checker, and checks before weights are loaded from a folder of slime's. On a
-CPU, where they are missing: the three parts that sampling by seed needs. A server that somebody else started has none
-of this.
+CPU, where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that
+somebody else started has none of this.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from slime_sglang.server.checksum import ACTION, checksum_of_weights
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
+from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -38,8 +41,12 @@ def register_hooks(*, on_cpu: bool) -> None:
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
         )
+        HookRegistry.register(
+            "sglang.srt.mem_cache.pool_host.common._cuda_host_register", leave_unregistered, HookType.AROUND
+        )
         allow_native_attention()
-        define_hash()
+        if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
+            HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_in_torch, HookType.AROUND)
         declare_kernels()
 
 
@@ -64,6 +71,10 @@ def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     KEPT.append(use_row_blocks())
 
 
+def leave_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Memory of a host without a GPU has nothing to be registered with: expert ids are kept in such."""
+
+
 def allow_native_attention() -> None:
     """Sampling by seed does not depend on the attention kernel, but SGLang asks for one that is batch-invariant."""
     from sglang.srt.server_args import add_deterministic_attention_backend_choices
@@ -71,23 +82,14 @@ def allow_native_attention() -> None:
     add_deterministic_attention_backend_choices(["torch_native"])
 
 
-def define_hash() -> None:
-    """The op that SGLang calls for its random numbers on a CPU, in torch: from `sgl_kernel` where that is installed."""
-    import torch
-
-    from slime_sglang.server.murmur_hash import murmur_hash32
-
-    if hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-        return
-    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu")(murmur_hash32)
+def hash_in_torch(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
+    """What samplers take for random numbers. SGLang's own is Triton's, or an op of `sgl_kernel`."""
+    return murmur_hash32(seed, positions, columns)
 
 
 def declare_kernels() -> None:
     """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL
     families. Declared and not defined: calling one fails."""
-    import torch
-
     for name in LOOKED_UP:
         if not hasattr(torch.ops.sgl_kernel, name):
             torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")

@@ -68,13 +68,16 @@ def flat_buckets(layers: Iterable[Mapping[str, Tensor] | None], bucket_bytes: in
 
 def flatten(tensors: list[tuple[str, Tensor]], *, index: int, last: bool) -> FlatBucket:
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    flat = [tensor.reshape(-1) for _, tensor in ordered]
+    if any(part.dtype != flat[0].dtype for part in flat):
+        flat = [part.view(torch.uint8) for part in flat]
     return FlatBucket(
         index=index,
         last=last,
         names=tuple(name for name, _ in ordered),
         dtypes=tuple(tensor.dtype for _, tensor in ordered),
         shapes=tuple(tuple(tensor.shape) for _, tensor in ordered),
-        data=torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]),
+        data=torch.cat(flat).view(torch.uint8),
     )
 
 

@@ -31,9 +31,7 @@ def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
     found = []
     for name, dtype, shape, end in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.ends, strict=True):
         found.append(
-            types.SimpleNamespace(
-                name=name, shape=torch.Size(shape), dtype=dtype, start_idx=start, end_idx=end, numel=end - start
-            )
+            types.SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
         )
         start = end
     return found

@@ -1,0 +1,95 @@
+"""The generator around the board: an answer is asked for, and whoever pushes it ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from slime_buffer_service.app import BufferApp
+from slime_buffer_service.board import Board, Ticket
+from slime_core.contracts.generator import Episode, Generator
+from slime_core.rollout.single_turn import SingleTurn
+from slime_core.serving.in_loop import InLoopServer
+from slime_core.serving.listener import listen, shown
+from slime_core.serving.token_file import token_from
+from slime_core.types.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from slime_buffer_service.plugin import OutsideAgentsConfig
+
+BACKLOG: Final = 1024
+
+
+class OutsideAgents(Generator):
+    """The server is there from `open` to `close`."""
+
+    def __init__(self, config: OutsideAgentsConfig) -> None:
+        self._config = config
+        self._board = Board(lease_s=config.lease_s, max_leased=config.max_leased)
+        self._policy = SingleTurn()
+        self._starting = asyncio.Lock()
+        self._server: InLoopServer | None = None
+        self.url = ""
+
+    async def open(self) -> None:
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        await self.open()
+        started = episode.trajectory()
+        room = episode.sampling.max_new_tokens
+        if episode.max_context_len is not None:
+            room = min(room, episode.max_context_len - len(episode.prompt.token_ids))
+        room -= started.response_length
+        if room <= 0:
+            return [started.finish(status=Status.TRUNCATED)]
+        purpose = "eval" if episode.evaluation else "train"
+        ticket = self._board.post(f"{purpose}-{started.index}", episode, room=room, kept=episode.kept)
+        stopped: asyncio.Future[None] = asyncio.ensure_future(episode.stopped())
+        try:
+            if not await self._taken_in_time(ticket, stopped):
+                self._board.end(ticket, "the policy has answered it itself: no agent took it in time")
+                return await self._policy.generate(episode)
+            ends: list[asyncio.Future[Any]] = [ticket.answer, stopped]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if ticket.answer.done():
+                return [ticket.answer.result()]
+            return [started.finish(status=Status.ABORTED)]
+        finally:
+            stopped.cancel()
+            self._board.end(ticket, "the run has broken this answer off")
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
+    async def _taken_in_time(self, ticket: Ticket, stopped: asyncio.Future[None]) -> bool:
+        """Whether it is for an agent to answer; also if the rollouts end first."""
+        if self._config.policy_after_s is None:
+            return True
+        taken = asyncio.ensure_future(ticket.taken.wait())
+        ends: list[asyncio.Future[Any]] = [taken, stopped]
+        try:
+            done, _ = await asyncio.wait(ends, timeout=self._config.policy_after_s, return_when=asyncio.FIRST_COMPLETED)
+            return bool(done)
+        finally:
+            taken.cancel()
+
+    async def _start(self) -> None:
+        config = self._config
+        listener = listen(config.host, config.port, backlog=BACKLOG)
+        with contextlib.ExitStack() as undo:
+            undo.callback(listener.close)
+            token = token_from(Path(config.token_file), create=True)
+            app = BufferApp(self._board, max_body_bytes=config.max_body_bytes, give_labels=config.give_labels)
+            self._server = InLoopServer(app.asgi(token))
+            await self._server.start(listener)
+            undo.pop_all()
+        self.url = shown(listener, config.host)
+        print(f"outside_agents: {self.url}, token in {config.token_file}", flush=True)

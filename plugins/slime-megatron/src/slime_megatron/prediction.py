@@ -1,0 +1,115 @@
+"""Multi-token prediction: layers behind the last one that predict tokens further ahead (DeepSeek-V3, arXiv 2412.19437,
+section 2.2).
+
+Layer k = 1..K combines what layer k - 1 (0: the model) made of position i with the embedding of token i + k, and predicts
+token i + k + 1 through the model's own head. Only these layers learn from it: trunk, embedding and head are detached.
+Megatron's block does not know packed sequences in our layouts, so its layers are called one by one here, with tokens and
+targets that are shifted on the host, where whole sequences are known.
+
+Legend: N tokens that this rank holds, T targets of a layer among them, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayer,
+    get_mtp_layer_spec_for_backend,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime_core.batch.zigzag import split_micro_batch
+from slime_core.types.microbatch import LossColumns, MicroBatch
+from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.layers import PackedLayers, layer_spec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ahead:
+    """What one layer is given of a micro-batch, on this rank."""
+
+    tokens: Tensor
+    """(1, N) int64 with padding: each position's token k places further, 0 where its sequence has ended."""
+    logit_index: Tensor
+    """(T,) int64: positions whose prediction is trained."""
+    targets: Tensor
+    """(T,) int64"""
+
+    def to(self, device: torch.device) -> Ahead:
+        return Ahead(
+            tokens=self.tokens.to(device), logit_index=self.logit_index.to(device), targets=self.targets.to(device)
+        )
+
+
+def ahead_of(micro: MicroBatch, depth: int, cp_rank: int, cp_size: int, padding: int) -> Ahead:
+    """For layer `depth` (1..K), from a whole micro-batch on the host. `padding`: tokens that this rank's part is filled up
+    with. A response token at P + r is predicted from P + r - 1 - depth, if that is in its sequence; loss masks go with it."""
+    starts = micro.cu_seqlens[:-1].long()
+    ends = micro.cu_seqlens[1:].long()
+    positions = torch.arange(micro.num_tokens)
+    sequence = torch.searchsorted(micro.cu_seqlens[1:].long(), positions, right=True)
+    source = positions + depth
+    shifted = torch.where(source < ends[sequence], micro.tokens[source.clamp(max=micro.num_tokens - 1)], 0)
+    sequence = torch.searchsorted(micro.cu_seqlens[1:].long(), micro.logit_index, right=True)
+    index = micro.logit_index - depth
+    kept = (index >= starts[sequence]) & micro.mask
+    part = replace(
+        micro,
+        tokens=shifted,
+        logit_index=index[kept],
+        targets=micro.targets[kept],
+        segments=micro.segments[kept],
+        mask=micro.mask[kept],
+        columns=LossColumns(),
+        routed_experts=None,
+    )
+    if cp_size > 1:
+        part = split_micro_batch(part, cp_rank, cp_size)
+    return Ahead(
+        tokens=nn.functional.pad(part.tokens, (0, padding))[None], logit_index=part.logit_index, targets=part.targets
+    )
+
+
+class PredictionLayers(MegatronModule):
+    """The layers, under the names `layers.0`, ..."""
+
+    def __init__(self, config: TransformerConfig, architecture: Architecture, count: int) -> None:
+        super().__init__(config=config)
+        provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+        spec = get_mtp_layer_spec_for_backend(
+            layer_spec(config, provider, experts=config.num_moe_experts is not None), provider
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.layers = nn.ModuleList(
+            MultiTokenPredictionLayer(
+                config=config, submodules=spec.submodules, layer_number=number + 1, pg_collection=groups
+            )
+            for number in range(count)
+        )
+        for layer in self.layers:
+            router = getattr(layer.transformer_layer.mlp, "router", None)
+            if router is not None:
+                # Megatron's record of auxiliary losses has no place for it.
+                router.layer_number = None
+
+    def forward(self, hidden: Tensor, embeddings: list[Tensor], **attention: Any) -> list[Tensor]:
+        """(N, 1, H) of the model and of each layer's tokens, to (N, 1, H) of each layer."""
+        found = []
+        for layer, embedding in zip(self.layers, embeddings, strict=True):
+            hidden = layer._proj_and_transformer_layer(
+                hidden_states=hidden, decoder_input=embedding, attention_mask=None, **attention
+            )
+            found.append(hidden)
+        return found
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, layer in enumerate(self.layers):
+            found |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
+        return found

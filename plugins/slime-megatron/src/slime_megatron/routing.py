@@ -1,0 +1,193 @@
+"""Replay of expert choices: what routers go by in place of their own scores, and what they chose, kept by sample.
+
+Megatron's routers ask an object for their top k, if they have one. Megatron's own (RouterReplay) stands in a list of the
+process and is told from outside whether a call computes an activation again; ours stands in its router and tells by itself.
+
+Legend: N tokens of a micro-batch that this rank holds under context parallelism, n those that its routers see (a slice of N,
+padded, under sequence parallelism), L layers with experts in a piece of the model, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime_core.contracts.backend import RoutingReplay
+from slime_core.errors import ConfigError, ModelError, TrainingError
+from slime_core.training.key_gather import ALL_GATHER
+from slime_core.types.microbatch import MicroBatch
+
+
+class Choices:
+    """In the place of Megatron's RouterReplay, in one router."""
+
+    def __init__(self) -> None:
+        self._replayed: Tensor | None = None
+        self._again: deque[Tensor] = deque()
+        self._training = False
+        self.chosen: Tensor | None = None
+        """(n, K) int64: of the last forward that went by the router's own scores."""
+
+    def go_by(self, ids: Tensor | None, *, training: bool) -> None:
+        """(n, K) for the next forward; None: the router's own."""
+        self._replayed, self._training = ids, training
+
+    def forget(self) -> None:
+        self._replayed, self.chosen = None, None
+        self._again.clear()
+
+    @property
+    def left(self) -> int:
+        """Forwards that ran without gradient and were not computed again."""
+        return len(self._again)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(n, E) to (n, K) scores and ids; called by Megatron."""
+        ids = self._next()
+        if ids is None:
+            assert default_compute_topk is not None
+            values, self.chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            return values, self.chosen
+        ids = ids.long()
+        return scores.gather(1, ids), ids
+
+    def _next(self) -> Tensor | None:
+        # Only what runs without gradient in training is computed again, with gradient, and backwards follow the order of
+        # their forwards.
+        with_gradient = torch.is_grad_enabled()
+        if with_gradient and self._again:
+            return self._again.popleft()
+        if self._replayed is not None and self._training and not with_gradient:
+            self._again.append(self._replayed)
+        return self._replayed
+
+
+class Routing:
+    """The routers of a rank's pieces of the model, in their order."""
+
+    def __init__(self, chunks: Sequence[Any], config: TransformerConfig, replay: RoutingReplay) -> None:
+        """ConfigError where Megatron's routers ask nobody; ModelError if there are none in the model."""
+        if config.num_moe_experts is None:
+            raise ModelError("routing replay: the model has no experts. Leave train.use_routing_replay out.")
+        if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
+            raise ConfigError(
+                "backend.moe_router_fusion and moe_router_load_balancing_type = sinkhorn: experts are chosen in a way that "
+                "cannot be replayed. Leave them out, or routing replay."
+            )
+        self._replay = replay
+        self._config = config
+        self._sequence_parallel = config.sequence_parallel
+        self._layers: list[list[int]] = []
+        self._choices: list[list[Choices]] = []
+        self._kept: list[dict[int, Tensor]] = [{} for _ in chunks]
+        for chunk in chunks:
+            # Layers of multi-token prediction choose by themselves.
+            routers = [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
+            self._layers.append([router.layer_number - 1 for router in routers])
+            self._choices.append([Choices() for _ in routers])
+            for router, choices in zip(routers, self._choices[-1], strict=True):
+                router.router_replay = choices
+
+    @property
+    def records(self) -> bool:
+        return self._replay is RoutingReplay.RECORDED
+
+    def begin_scores(self) -> None:
+        """Of the trained weights: what was kept is of a batch before."""
+        self._kept = [{} for _ in self._kept]
+
+    def ids_of(self, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """(n, L, K) for each piece of the model, on the host; none if the engine told none, as of a batch that trains nothing.
+        `micro` is what this rank holds under context parallelism, on the host."""
+        if self.records:
+            return self._of_scores(micro)
+        return () if micro.routed_experts is None else self._of_rollout(micro.routed_experts)
+
+    def _of_rollout(self, ids: Tensor) -> tuple[Tensor, ...]:
+        config = self._config
+        same = tuple(ids.shape[1:]) == (config.num_layers, config.moe_router_topk)
+        found = [ids[:, of_chunk] for of_chunk in self._layers] if same else [ids]
+        highest = max((int(of_chunk.max()) for of_chunk in found if of_chunk.numel()), default=0)
+        if not same or highest >= config.num_moe_experts:
+            raise TrainingError(
+                f"routing replay: the engine's expert ids are of {ids.shape[1]} layers, {ids.shape[2]} experts a token and ids "
+                f"up to {highest}; the trained model has {config.num_layers} layers and takes {config.moe_router_topk} of "
+                f"{config.num_moe_experts} experts."
+            )
+        return tuple(map(self._sliced, found))
+
+    def _of_scores(self, micro: MicroBatch) -> tuple[Tensor, ...]:
+        found = []
+        for of_chunk, kept in zip(self._layers, self._kept, strict=True):
+            rows = self._distinct(micro.num_tokens, len(of_chunk))
+            if of_chunk and micro.samples:
+                if missing := [sample for sample in micro.samples if sample not in kept]:
+                    raise TrainingError(
+                        f"routing replay: sample {missing[0]} of the shard was trained and not scored before."
+                    )
+                rows = torch.cat([kept[sample] for sample in micro.samples])
+            found.append(self._sliced(rows))
+        return tuple(found)
+
+    def _distinct(self, rows: int, layers: int) -> Tensor:
+        """For tokens that stand for none."""
+        return torch.arange(self._config.moe_router_topk, dtype=torch.uint8).expand(rows, layers, -1)
+
+    def _sliced(self, ids: Tensor) -> Tensor:
+        """(N, L, K) to (n, L, K)"""
+        if not self._sequence_parallel:
+            return ids
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        padding = self._distinct(-len(ids) % ranks, ids.shape[1]).to(ids.dtype)
+        return torch.cat([ids, padding]).chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+
+    def before(self, chunk: int, ids: Sequence[Tensor], *, training: bool, device: torch.device) -> None:
+        """A piece's forward follows, by `ids_of` its micro-batch."""
+        rows = ids[chunk].to(device, non_blocking=True) if ids else None
+        for number, choices in enumerate(self._choices[chunk]):
+            choices.go_by(None if rows is None else rows[:, number], training=training)
+
+    def keep(self, chunk: int, micro: MicroBatch, cp_size: int) -> None:
+        """What the forward of a micro-batch has just chosen. A collective under sequence parallelism."""
+        chosen = [choices.chosen for choices in self._choices[chunk] if choices.chosen is not None]
+        if not chosen:
+            return
+        few = self._config.num_moe_experts <= 256
+        rows = torch.stack(chosen, dim=1).to(torch.uint8 if few else torch.int32)
+        if self._sequence_parallel:
+            rows = gathered(rows, parallel_state.get_tensor_model_parallel_group())
+        rows = rows[: micro.num_tokens].to("cpu", torch.uint8 if few else torch.int16)
+        lengths = (micro.cu_seqlens.diff() // cp_size).tolist()
+        # A micro-batch without samples has one sequence that stands for none.
+        self._kept[chunk] |= dict(zip(micro.samples, rows.split(lengths), strict=False))
+
+    def end(self, *, all_trained: bool) -> None:
+        """After a run through the model. `all_trained`: every layer took part in the backward."""
+        left = sum(choices.left for of_chunk in self._choices for choices in of_chunk)
+        for of_chunk in self._choices:
+            for choices in of_chunk:
+                choices.forget()
+        if left and all_trained:
+            raise RuntimeError(f"routing replay: {left} forwards of routers were not computed again in the backward")
+
+
+def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n, L, K) of every rank, one after the other."""
+    out = rows.new_empty((len(rows) * group.size(), *rows.shape[1:]))
+    ALL_GATHER(out, rows.contiguous(), group=group)
+    return out

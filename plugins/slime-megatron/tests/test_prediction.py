@@ -1,0 +1,278 @@
+"""Layers of multi-token prediction, beside transformers' decoder layers put together as DeepSeek's report says."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import COMMON, FAMILIES
+from safetensors.torch import load_file, save_file
+from test_layouts import CP2, EP2, SP2, assert_close, gradients
+from test_routing_replay import as_in_folders
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime_core.config.bound import PartSpec
+from slime_core.convert import convert
+from slime_core.errors import ModelError
+from slime_core.registry import Registry
+from slime_core.testing.tiny_training import PROMPTS, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
+from slime_megatron.plugin import Megatron
+
+pytestmark = pytest.mark.megatron
+
+FACTOR = 0.7
+LAYERS = COMMON["num_hidden_layers"]
+EXTRA = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+
+
+def make_folder(folder, family, count):
+    """A model whose last `count` layers predict further ahead; and the same weights by name."""
+    model_type, sizes = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**COMMON, **sizes, "num_hidden_layers": LAYERS + count})
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                noise = torch.randn_like(tensor)
+                tensor.copy_(noise * 0.2 if tensor.ndim > 1 else tensor + 0.1 * noise)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    hidden = config.hidden_size
+    for layer in range(LAYERS, LAYERS + count):
+        for name in EXTRA:
+            shape = (hidden, 2 * hidden) if name.startswith("eh") else (hidden,)
+            value = torch.randn(shape) * 0.2
+            weights[f"model.layers.{layer}.{name}"] = value if len(shape) == 2 else 1 + value / 2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": count}
+    if "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][:LAYERS]
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def of(family, count):
+        if (family, count) not in made:
+            made[family, count] = make_folder(tmp_path_factory.mktemp("model") / family, family, count)
+        return made[family, count]
+
+    return of
+
+
+class Exact:
+    """In float64: all layers as one transformers model, and what stands between the last ones."""
+
+    def __init__(self, folder, family, count):
+        model_type, sizes = FAMILIES[family]
+        config = AutoConfig.for_model(model_type, **{**COMMON, **sizes, "num_hidden_layers": LAYERS + count})
+        config._attn_implementation, config._experts_implementation = "eager", "eager"
+        weights = load_file(folder / "model.safetensors")
+        self.extra = {name: t.double() for name, t in weights.items() if name.endswith(EXTRA)}
+        whole = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        self.model, self.config, self.count = whole.eval(), config, count
+
+    def trained(self):
+        """Weights of the layers that predict, by folder names."""
+        ours = tuple(f"model.layers.{LAYERS + number}." for number in range(self.count))
+        return {
+            name: parameter
+            for name, parameter in [*self.model.named_parameters(), *self.extra.items()]
+            if name.startswith(ours)
+        }
+
+    def norm(self, x, weight):
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+
+    def loss_sums(self, tokens, prompt, mask):
+        """Of one sequence: sum and count of each depth's cross-entropies."""
+        inner, length = self.model.model, len(tokens)
+        ids = torch.tensor(tokens)[None]
+        positions = torch.arange(length)[None]
+        causal = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        told = {"attention_mask": causal, "position_ids": positions}
+        with torch.no_grad():
+            hidden = inner.embed_tokens(ids)
+            told["position_embeddings"] = inner.rotary_emb(hidden, positions)
+            for layer in inner.layers[:LAYERS]:
+                hidden = layer(hidden, **told)
+            hidden = inner.norm(hidden)
+        sums = []
+        for depth in range(1, self.count + 1):
+            place = f"model.layers.{LAYERS + depth - 1}."
+            shifted = [*tokens[depth:], *[0] * depth][:length]
+            with torch.no_grad():
+                embedding = inner.embed_tokens(torch.tensor(shifted)[None])
+            both = [
+                self.norm(embedding, self.extra[place + "enorm.weight"]),
+                self.norm(hidden, self.extra[place + "hnorm.weight"]),
+            ]
+            hidden = torch.cat(both, -1) @ self.extra[place + "eh_proj.weight"].t()
+            hidden = inner.layers[LAYERS + depth - 1](hidden, **told)
+            hidden = self.norm(hidden, self.extra[place + "shared_head.norm.weight"])
+            log_p = (hidden[0] @ self.model.lm_head.weight.detach().t()).log_softmax(-1)
+            total, count = torch.zeros((), dtype=torch.float64), 0
+            for place_of, trained in enumerate(mask):
+                position = prompt + place_of - 1 - depth
+                if trained and position >= 0:
+                    total = total - log_p[position, tokens[prompt + place_of]]
+                    count += 1
+            sums.append((total, count))
+        return sums
+
+
+def by_formula(folder, family, count):
+    """Means, and gradients of the loss by folder names."""
+    exact, batch = Exact(folder, family, count), TrainingBatch.make().batch
+    for tensor in exact.trained().values():
+        tensor.requires_grad_(True)
+    totals, counts = [0.0] * count, [0] * count
+    for sample, prompt in enumerate(PROMPTS):
+        start, end = batch.token_offsets[sample : sample + 2]
+        first, last = batch.response_offsets[sample : sample + 2]
+        sums = exact.loss_sums(batch.tokens[start:end].tolist(), prompt, batch.mask[first:last])
+        for depth, (total, number) in enumerate(sums):
+            totals[depth] = totals[depth] + total
+            counts[depth] += number
+    means = [total / number for total, number in zip(totals, counts, strict=True)]
+    (FACTOR * sum(means) / count).backward()
+    grads = {name: tensor.grad for name, tensor in exact.trained().items() if tensor.grad is not None}
+    return [float(mean) for mean in means], as_in_folders(grads)
+
+
+def after_step(folder, count, *, split=WHOLE, factor=FACTOR, **options):
+    config = Megatron.Config(mtp_num_layers=count, mtp_loss_scaling_factor=factor, **options)
+    training = TrainingBatch.make()
+    with opened(Megatron.build(config), Place(model=folder)) as one:
+        scores = one.scores(training, SPLITS[0])
+        before = one.weights()
+        report = one.backend.train_step(training.micros(split), objective_of())
+        return scores, before, one.weights(), report
+
+
+@pytest.mark.parametrize(("family", "count"), [("glm-4.5", 1), ("glm-4.5", 2), ("deepseek-v3", 1)])
+def test_they_learn_what_the_formula_says_and_nothing_else_does(folder_of, family, count):
+    folder = folder_of(family, count)
+    means, expected = by_formula(folder, family, count)
+    scores, before, after, report = after_step(folder, count, split=SPLITS[1])
+    plain, _, plain_after, plain_report = after_step(folder, 0, split=SPLITS[1])
+    for depth, mean in enumerate(means, 1):
+        assert report.sums[f"mtp_{depth}_loss"] == pytest.approx(mean, rel=1e-5)
+    assert report.sums["mtp_loss"] == pytest.approx(sum(means), rel=1e-5)
+    assert "mtp_loss" not in plain_report.sums
+    assert np.array_equal(scores["log_probs"], plain["log_probs"])
+    # Trunk, embedding and head learn as without.
+    assert after.keys() - plain_after.keys() == {
+        name for name in before if name.startswith(tuple(f"model.layers.{LAYERS + n}." for n in range(count)))
+    }
+    for name, tensor in plain_after.items():
+        assert torch.equal(after[name], tensor), name
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert scale > 1e-3
+    learning = {name for name in after.keys() - plain_after.keys() if not name.endswith("e_score_correction_bias")}
+    assert learning == expected.keys()
+    for name, gradient in expected.items():
+        apart = float((before[name].double() - after[name].double() - gradient).abs().max())
+        assert apart <= 1e-4 * scale, f"the gradient of {name} is off by {apart:.3g} of {scale:.3g}"
+
+
+CASES = {
+    "one": (1, {}),
+    "tp2-sp": (2, SP2),
+    "cp2": (2, CP2),
+    "dp2-ep2": (2, EP2),
+    "tp2-sp-cp2": (4, {**SP2, **CP2}),
+}
+
+
+def test_layouts_learn_as_one_rank_does(folder_of, tmp_path):
+    from conftest import run_layouts
+
+    told = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": FACTOR}
+    cases = {
+        name: {"model": str(folder_of("glm-4.5", 2)), "world_size": count, "options": {**told, **options}}
+        for name, (count, options) in CASES.items()
+    }
+    done = run_layouts(tmp_path, cases)
+    (one,) = done.ranks("one")
+    expected = gradients(one)
+    ahead = [name for name in expected if name.startswith((f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}."))]
+    scale = max(float(expected[name].abs().max()) for name in ahead)
+    for name in CASES:
+        ranks = done.ranks(name)
+        got = gradients(ranks[0])
+        for tensor in ahead:
+            assert_close(f"{name}: the gradient of {tensor}", got[tensor], expected[tensor], 2e-5 * scale)
+        for metric in ("mtp_1_loss", "mtp_2_loss", "mtp_loss"):
+            total = sum(rank["sums"].get(metric, 0.0) for rank in ranks)
+            assert total == pytest.approx(one["sums"][metric], rel=1e-5)
+
+
+def test_they_are_saved_and_come_back(folder_of, tmp_path):
+    folder, training = folder_of("glm-4.5", 1), TrainingBatch.make()
+    config = Megatron.Config(mtp_num_layers=1)
+    with opened(Megatron.build(config), Place(model=folder)) as one:
+        one.backend.train_step(training.micros(), objective_of())
+        (tmp_path / "state").mkdir()
+        one.backend.save(tmp_path / "state")
+        one.backend.save_hf(tmp_path / "hf")
+        trained = one.weights()
+    with opened(Megatron.build(config), Place(model=folder)) as other:
+        other.backend.load(tmp_path / "state")
+        loaded = other.weights()
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    source = load_file(folder / "model.safetensors")
+    name = f"model.layers.{LAYERS}.eh_proj.weight"
+    assert not torch.equal(saved[name], source[name])
+    assert saved.keys() == source.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert torch.equal(saved[name], tensor), name
+    convert_to("hf", tmp_path / "state", tmp_path / "converted", hf_checkpoint=str(folder))
+    converted = weights_of(tmp_path / "converted")
+    assert converted.keys() == trained.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in trained.items())
+
+
+def convert_to(name, source, target, **options):
+    part = PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+    convert(part, source, target, workers=1, tell=lambda *news: None)
+
+
+def weights_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_they_are_converted_there_and_back(folder_of, tmp_path):
+    folder = folder_of("glm-4.5", 2)
+    convert_to("torch_dist", folder, tmp_path / "torch_dist")
+    convert_to("hf", tmp_path / "torch_dist", tmp_path / "back")
+    got, expected = weights_of(tmp_path / "back"), weights_of(folder)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_cannot_be_trained_is_told(folder_of, tmp_path):
+    raw = json.loads((folder_of("glm-4.5", 1) / "config.json").read_text())
+    told = Megatron.problems(Megatron.Config(mtp_num_layers=2, pipeline_model_parallel_size=2), 2, raw)
+    assert [problem.split(". ")[0] for problem in told] == [
+        "backend.mtp_num_layers = 2: the model has 1 layers of multi-token prediction (num_nextn_predict_layers in its "
+        "config.json)",
+        "backend.mtp_num_layers = 2, backend.pipeline_model_parallel_size = 2: these layers read the embedding, which another "
+        "stage has",
+    ]
+    from families import make_family
+
+    other = make_family(tmp_path / "qwen3", "qwen3")
+    with (
+        pytest.raises(ModelError, match="does not train this family's layers"),
+        opened(Megatron.build(Megatron.Config(mtp_num_layers=1)), Place(model=other)),
+    ):
+        pass

@@ -1,0 +1,109 @@
+"""Expert ids: what is asked for, what is believed, and how they grow over the parts of an answer."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+from engine_setup import setup_for
+
+from slime_core.errors import EngineError
+from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_sglang.experts import ExpertSizes
+from slime_sglang.generation import Running
+from slime_sglang.plugin import Sglang
+
+SIZES = ExpertSizes(layers=2, top_k=3, experts=8)
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+def ids_of(first, rows):
+    return ((np.arange(first, first + rows)[:, None, None] + np.arange(6).reshape(2, 3)) % 8).astype(np.int32)
+
+
+def reply(tokens, ids, reason="length"):
+    told = {} if ids is None else {"routed_experts": base64.b64encode(ids.tobytes()).decode()}
+    pairs = [[-0.5, token, None] for token in tokens]
+    return {
+        "meta_info": {
+            "finish_reason": {"type": reason}, "output_token_logprobs": pairs, "weight_version": "default", **told,
+        }
+    }  # fmt: skip
+
+
+def running(start=0, **sampling):
+    params = SamplingParams(**({"max_new_tokens": 9} | sampling))
+    return Running(
+        GenerateRequest(request_id="a", token_ids=PROMPT, sampling=params, seed=1, routed_experts_from=start)
+    )
+
+
+def take(run, tokens, ids, reason="length"):
+    return run.take(reply(tokens, ids, reason), expected_version=-1, vocab_size=25, server="engine 0", experts=SIZES)
+
+
+def test_parts_of_an_answer_each_tell_what_is_new():
+    run = running(start=1)
+    assert run.body(50)["routed_experts_start_len"] == 1
+    take(run, [8, 9], ids_of(1, 3), "abort")
+    run.break_off()
+    assert run.body(50)["routed_experts_start_len"] == 4
+    # Ended before it had a token.
+    take(run, [], None, "abort")
+    run.break_off()
+    take(run, [1, 2], ids_of(40, 2))
+    ids = run.completion(FinishReason.LENGTH, 0).routed_experts
+    assert ids.dtype == np.uint8
+    assert np.array_equal(ids, np.concatenate([ids_of(1, 3), ids_of(40, 2)]))
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("ab", 4), ("abcde", 0)])
+def test_tokens_that_are_written_again_choose_again(stop, kept):
+    run = running(stop=(stop,))
+    take(run, [8, 9, 4], ids_of(0, 5), "abort")
+    run.break_off()
+    assert run.experts_from == (3 + 1 - 1 if kept else 0)
+    asked = run.body(50)
+    assert asked["routed_experts_start_len"] == run.experts_from <= len(asked["input_ids"])
+
+
+def test_who_does_not_ask_is_not_told():
+    run = running(start=None)
+    assert not [name for name in run.body(50) if "expert" in name]
+    take(run, [8], None)
+    assert run.completion(FinishReason.LENGTH, 0).routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (None, "it has no expert ids, and those of 4 tokens were asked for"),
+        (ids_of(0, 3), "it has 18 expert ids, and 4 tokens in 2 layers take 3 each"),
+        (ids_of(0, 4) + 5, "its expert ids go from 5 to 12, and the model has 8"),
+    ],
+)
+def test_an_answer_that_cannot_be_right(ids, told):
+    with pytest.raises(EngineError, match=told):
+        take(running(), [8, 9], ids)
+
+
+def test_sizes_are_the_models(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 4, "n_routed_experts": 300, "num_experts_per_tok": 2})
+    )
+    sizes = ExpertSizes.of(tmp_path)
+    assert (sizes.layers, sizes.top_k, sizes.experts) == (4, 2, 300)
+    wide = sizes.read(base64.b64encode(np.full(8, 299, np.int32).tobytes()), 1)
+    assert wide.dtype == np.uint16
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    with pytest.raises(EngineError, match="has no experts"):
+        ExpertSizes.of(tmp_path)
+
+
+async def test_what_stands_between_drops_the_question(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    asked = setup_for(tmp_path, tmp_path, routed_experts=True)
+    with pytest.raises(EngineError, match="sglang-router does not pass on that expert ids are asked for"):
+        await Sglang.build(Sglang.Config(router_policy="round_robin")).start(asked)
+    with pytest.raises(EngineError, match="has no experts"):
+        await Sglang.build(Sglang.Config()).start(asked)

@@ -1,0 +1,126 @@
+"""The real SGLang with a mixture of experts: its expert ids are those that transformers chooses."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from engine_setup import setup_for
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime_core.contracts.engine import Capability
+from slime_core.testing.tiny_model import buckets_of, moved
+from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_sglang.plugin import Sglang
+
+pytestmark = pytest.mark.sglang
+
+LAYERS, EXPERTS, TOP_K, VOCABULARY = 3, 8, 2, 25
+CLEAR = 1e-3
+"""Of probabilities: nearer ones may be ranked by rounding."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=640, num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K, moe_intermediate_size=16, norm_topk_prob=True, tie_word_embeddings=False,
+        eos_token_id=1, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    found = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25 if parameter.ndim > 1 else 1 + 0.1 * parameter)
+    folder = tmp_path_factory.mktemp("model") / "moe"
+    found.save_pretrained(folder)
+    return folder
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def require_same_experts(model, tokens, ids, first=0):
+    """`ids` (rows, L, K) of the tokens from `first` on, but those of a choice that is not clear."""
+    seen = {}
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda gate, args, out, number=number: seen.update({number: out[0]}))
+        for number, layer in enumerate(model.model.layers)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens.tolist()]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    assert sorted(seen) == list(range(LAYERS))
+    compared = 0
+    for number, logits in seen.items():
+        ranked = logits.softmax(-1).sort(descending=True)
+        clear = (ranked.values[:, TOP_K - 1] - ranked.values[:, TOP_K] > CLEAR).numpy()
+        chosen = np.sort(ranked.indices[:, :TOP_K].numpy())
+        rows = slice(first, first + len(ids))
+        told = np.sort(ids[:, number])
+        assert np.array_equal(told[clear[rows]], chosen[rows][clear[rows]]), f"layer {number}"
+        compared += int(clear[rows].sum())
+    return compared
+
+
+def ask(number, tokens, start, budget=24):
+    return GenerateRequest(
+        request_id=f"{number}", token_ids=np.asarray(tokens, np.int32), seed=number, routed_experts_from=start,
+        sampling=SamplingParams(max_new_tokens=budget, min_new_tokens=budget),
+    )  # fmt: skip
+
+
+async def test_ids_are_those_of_the_weights_that_chose(model, tmp_path):
+    engine = Sglang.build(Sglang.Config(start_timeout=240))
+    info = await engine.start(setup_for(model, tmp_path, routed_experts=True))
+    try:
+        assert Capability.ROUTED_EXPERTS in info.capabilities
+        exact = load(model)
+        rng = np.random.default_rng(3)
+        requests = [ask(n, rng.integers(2, VOCABULARY, length), 0) for n, length in enumerate((1, 6, 11))]
+        answers = await engine.generate(requests)
+        compared = 0
+        for request, answer in zip(requests, answers, strict=True):
+            tokens = np.concatenate([request.token_ids, answer.token_ids])
+            assert answer.routed_experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
+            compared += require_same_experts(exact, tokens, answer.routed_experts)
+        assert compared > 100
+
+        # A second turn tells what is new.
+        turn = np.concatenate([requests[1].token_ids, answers[1].token_ids, [4, 5]])
+        known = len(answers[1].routed_experts)
+        (answer,) = await engine.generate([ask(9, turn, known, budget=4)])
+        assert len(answer.routed_experts) == len(turn) + 4 - 1 - known
+        require_same_experts(exact, np.concatenate([turn, answer.token_ids]), answer.routed_experts, known)
+
+        # Broken off by a publish: each part has the choices of its weights.
+        running = asyncio.ensure_future(engine.generate([ask(20, turn[:5], 0, budget=400)]))
+        await asyncio.sleep(1.0)
+        await engine.pause()
+        new = moved(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), 5, scale=0.1)
+        new.save_pretrained(tmp_path / "new")
+        for bucket in buckets_of(folder_weights(tmp_path / "new"), 3, 2):
+            await engine.load_bucket(bucket)
+        await engine.resume()
+        (answer,) = await running
+        assert answer.finish_reason is FinishReason.LENGTH
+        assert [span.version for span in answer.spans] == [-1, 3]
+        cut = answer.spans[0].end
+        tokens = np.concatenate([turn[:5], answer.token_ids])
+        assert len(answer.routed_experts) == len(tokens) - 1
+        require_same_experts(exact, tokens, answer.routed_experts[: 5 + cut - 1])
+        require_same_experts(load(tmp_path / "new"), tokens, answer.routed_experts[5 + cut - 1 :], 5 + cut - 1)
+    finally:
+        await engine.stop()
+
+
+def folder_weights(folder):
+    """As they are named in files, where each expert has matrices of its own."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")

@@ -1,0 +1,90 @@
+"""One engine on two machines, tensor parallel: two servers of one address each, which meet by themselves."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_setup import setup_for
+
+from slime_core.contracts.transport import SenderSetup
+from slime_core.errors import EngineError
+from slime_core.testing.tiny_model import load_plain, log_probs_of, moved, prompts
+from slime_core.testing.tiny_serving import NATS, ask, tokens_of
+from slime_sglang.plugin import Sglang
+from slime_sglang.process import free_port
+from slime_sglang.transports.plugin import Distributed
+
+pytestmark = pytest.mark.sglang
+
+HOSTS = ("127.0.0.2", "127.0.0.3")
+
+
+class Link:
+    """`EngineLink` and `TrainerLink` of one engine and one rank."""
+
+    num_engines = 1
+
+    def __init__(self, engine, sender, model):
+        self._engine, self._sender, self._model = engine, sender, model
+
+    async def each(self, method, *given):
+        return [await getattr(self._engine, method)(*given)]
+
+    async def send(self, version, engines):
+        def export(*, everywhere):
+            for name, tensor in self._model.state_dict().items():
+                yield {name: tensor.float()}
+
+        return [await asyncio.to_thread(self._sender.send, export, version, engines)]
+
+
+async def until_unwell(engine):
+    while True:
+        await engine.health()
+        await asyncio.sleep(0.05)
+
+
+async def test_an_engine_over_two_machines(tiny, tmp_path):
+    whole = setup_for(
+        tiny, tmp_path, num_devices=2, num_nodes=2, rendezvous=f"{HOSTS[0]}:{free_port(HOSTS[0])}", max_batch=8
+    )
+    engines = [Sglang.build(Sglang.Config(start_timeout=240)) for _ in HOSTS]
+    setups = [replace(whole, host=host, node_rank=rank, run_dir=tmp_path / host) for rank, host in enumerate(HOSTS)]
+    config = Distributed.Config(update_weight_buffer_size=4096, update_weights_timeout=60.0)
+    sender = Distributed.build_sender(config)
+    place = SenderSetup(rank=0, world_size=1, device="cpu", model_path=tiny, run_dir=tmp_path, colocated=False)
+    sender.setup(place)
+    first, beside = engines
+    try:
+        infos = await asyncio.gather(*(engine.start(setup) for engine, setup in zip(engines, setups, strict=True)))
+        assert infos[0].address.startswith(f"http://{HOSTS[0]}:")
+        assert (infos[1].address, infos[1].capabilities) == (None, frozenset())
+        model = moved(load_plain(tiny, torch.float32), seed=5)
+        await first.pause()
+        link = Link(first, sender, model)
+        report = await Distributed.build(config).push(link, link, 1)
+        assert report.buckets > 5
+        await first.resume()
+        requests = [ask(number, prompt) for number, prompt in enumerate(prompts(4, seed=1))]
+        for request, answer in zip(requests, await first.generate(requests), strict=True):
+            with torch.no_grad():
+                exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
+            assert abs(answer.log_probs - exact).max() < NATS
+            assert {span.version for span in answer.spans} == {1}
+        await asyncio.gather(first.health(), beside.health())
+
+        os.kill(infos[1].pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="killed by SIGKILL"):
+            await until_unwell(beside)
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+        sender.close()
+
+
+async def test_servers_of_one_engine_stay_on_one_machine(tiny, tmp_path):
+    engine = Sglang.build(Sglang.Config(servers=2))
+    with pytest.raises(EngineError, match=r"4 devices are on 2 machines, .* not engine\.servers = 2"):
+        await engine.start(setup_for(tiny, tmp_path, num_devices=4, num_nodes=2, rendezvous="127.0.0.1:1"))

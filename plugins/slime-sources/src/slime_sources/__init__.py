@@ -1,0 +1,1 @@
+"""Dynamic data sources: streams, prompts that a function makes, a curriculum."""

@@ -1,0 +1,42 @@
+"""Expert ids: which experts the router of each layer chose for a token, as they travel with the tokens.
+
+Legend: T tokens of a sequence, L layers of the model, dense ones included (their ids mean nothing), K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+RoutedExperts: TypeAlias = npt.NDArray[np.unsignedinteger]
+"""(rows, L, K) uint8, or uint16 where that is too narrow; row j belongs to the forward of token j."""
+
+
+def narrow(ids: npt.NDArray[np.integer]) -> RoutedExperts:
+    """The ids, at least 0, in the smallest of the two dtypes that holds them."""
+    wide = ids.max(initial=0) > np.iinfo(np.uint8).max
+    found: RoutedExperts = ids.astype(np.uint16 if wide else np.uint8)
+    return found
+
+
+def unread(rows: int, layers: int, top_k: int) -> RoutedExperts:
+    """Ids for tokens that no engine has read: distinct ones, since a token takes an expert once."""
+    return np.broadcast_to(np.arange(top_k, dtype=np.uint8), (rows, layers, top_k))
+
+
+def filled_up(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
+    """(sum of lengths, L, K): every sequence's rows, filled up to its length; None if there are none at all."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    _, layers, top_k = given[0].shape
+    rows: list[RoutedExperts] = []
+    for part, length in zip(parts, lengths, strict=True):
+        held = 0 if part is None else len(part)
+        rows += [] if part is None else [part]
+        rows.append(unread(length - held, layers, top_k))
+    whole: RoutedExperts = np.concatenate(rows)
+    return whole
