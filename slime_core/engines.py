@@ -84,6 +84,8 @@ async def start_engines(
         )
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)
+        if config.data.multimodal_keys:
+            require_images(of_policy, infos)
         require_experts(of_policy, infos)
         client = EngineClient(
             engines,
@@ -107,6 +109,16 @@ def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
         name = part.entry.name
         built[name if name not in built else f"{name}-{len(built)}"] = part.build()
     return built
+
+
+def require_images(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that could not be given a prompt of this run."""
+    for spec, info in zip(specs, infos, strict=True):
+        if Capability.IMAGES not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} takes no images with the model {spec.setup.model_path} (data.multimodal_keys). Use "
+                "another engine, or another model."
+            )
 
 
 def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:

@@ -15,6 +15,7 @@ from slime_core.config.bound import BoundEvalSet, BoundRun
 from slime_core.config.roles import COPY_KEYS, BoundRole
 from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
+from slime_core.image_processor import ImageProcessor
 from slime_core.manifest import check_required
 from slime_core.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
 
@@ -56,6 +57,10 @@ def load_materials(run: BoundRun) -> Materials:
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
+    image_key = data.multimodal_keys.get("image")
+    images = None
+    if image_key is not None:
+        images = ImageProcessor(folder, trust_remote_code=config.model.trust_remote_code)
     source = None
     if run.reads_prompts:
         renderer = PromptRenderer(
@@ -64,12 +69,14 @@ def load_materials(run: BoundRun) -> Materials:
             label_key=data.label_key,
             metadata_key=data.metadata_key,
             tool_key=data.tool_key,
+            image_key=image_key,
+            images=images,
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             max_prompt_len=max_prompt_len,
         )
         source = run.source.build()(renderer, seed=run.rollout_seed)
-    evals = {settings.name: eval_source(run, settings, tokenizer) for settings in run.evals}
+    evals = {settings.name: eval_source(run, settings, tokenizer, images) for settings in run.evals}
     return Materials(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -117,7 +124,9 @@ def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, 
         )
 
 
-def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase) -> DataSource:
+def eval_source(
+    run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
+) -> DataSource:
     """An evaluation set is read by the same kind of source as the training data, in order."""
     renderer = PromptRenderer(
         tokenizer,
@@ -125,6 +134,8 @@ def eval_source(run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedToke
         label_key=settings.label_key,
         metadata_key=settings.metadata_key,
         tool_key=settings.tool_key,
+        image_key=run.config.data.multimodal_keys.get("image"),
+        images=images,
         apply_chat_template=settings.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         max_prompt_len=settings.max_prompt_len,

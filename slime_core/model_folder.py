@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +12,8 @@ from slime_core.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Of models that take more than text: what says how it becomes numbers."""
 WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -44,6 +47,13 @@ def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
             ) from error
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         raise ModelError(f"{where} = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there.")
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """What the folder of a model with images needs beside weights and tokenizer."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from slime_core.errors import RolloutError
 from slime_core.types.batch import Batch
+from slime_core.types.batch_images import BatchImages
 from slime_core.types.routed_experts import RoutedExperts, filled_up
 from slime_core.types.sample import Sample, SampleGroup, Status
 
@@ -44,6 +45,7 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
         token_reward=ragged([token_rewards(s) for s in samples], np.float32)
         if any(s.span_rewards for s in samples)
         else None,
+        images=BatchImages.of([[image.data for image in s.prompt.images] for s in samples]),
         routed_experts=expert_rows(samples),
     )
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slime_core.batch.pack_images import PixelCache, pack_images
 from slime_core.types.batch import Batch, Int64, TokenColumns, ragged_rows
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_core.types.routed_experts import unread
 
 
 def pack_micro_batch(
-    batch: Batch, samples: Int64, *, columns: TokenColumns | None = None, temperature: float = 1.0
+    batch: Batch,
+    samples: Int64,
+    *,
+    columns: TokenColumns | None = None,
+    temperature: float = 1.0,
+    pixels: PixelCache | None = None,
 ) -> MicroBatch:
-    """Packs these samples of `batch`, in this order, with their rows of `columns`.
+    """Packs these samples of `batch`, in this order, with their rows of `columns`. `pixels`: for a batch with images.
 
     No samples: one dummy token and T = 0, so that the ranks still meet in the collectives of a forward and backward.
     """
@@ -45,6 +51,7 @@ def pack_micro_batch(
             **{} if columns is None else to_torch(columns.take(response_rows)),
         ),
         temperature=temperature,
+        images=pack_images(batch, samples, pixels),
         samples=tuple(samples.tolist()),
         routed_experts=None if batch.routed_experts is None else expert_ids(batch, samples),
     )

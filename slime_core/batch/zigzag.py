@@ -29,6 +29,8 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     """
     if micro.rows is not None:
         raise ValueError("the micro-batch is already one rank's part of another")
+    if micro.images is not None:
+        raise ValueError("a micro-batch with images cannot be cut: their features belong to whole prompts")
     starts = micro.cu_seqlens[:-1].long()
     lengths = micro.cu_seqlens.long().diff()
     chunks = -(-lengths // (2 * cp_size))

@@ -171,7 +171,12 @@ class FilesSource(DataSource):
             self._count_bad_row(stream, error)
             return None
         try:
-            prompt = self._renderer.render(content, group_index=self._next_group_index, origin=stream.rows.origin(row))
+            prompt = self._renderer.render(
+                content,
+                group_index=self._next_group_index,
+                origin=stream.rows.origin(row),
+                folder=stream.rows.folder(row),
+            )
         except DataError as error:
             if self._config.on_bad_row == "error":
                 raise

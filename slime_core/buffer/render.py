@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from slime_core.buffer.json_text import json_text
+from slime_core.buffer.row_images import row_images, with_images
 from slime_core.errors import ConfigError, DataError, ModelError
+from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_core.image_processor import ImageProcessor
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
 RESERVED_TEMPLATE_KWARGS: Final = frozenset(
     {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
 )
@@ -27,6 +34,9 @@ class PromptRenderer:
 
     The input key and, if set, the label key must be in every row; metadata and tools are optional. Tools are a list
     or its JSON text, and are kept in the prompt's metadata too.
+
+    Images (with `image_key`) go where `<image>` stands in the messages, or where the model's image token stands in a
+    whole prompt; in the token ids that token is repeated for each of an image's features. `Prompt.text` has it once.
     """
 
     def __init__(
@@ -37,6 +47,8 @@ class PromptRenderer:
         label_key: str | None = None,
         metadata_key: str = "metadata",
         tool_key: str = "tools",
+        image_key: str | None = None,
+        images: ImageProcessor | None = None,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_len: int | None = None,
@@ -47,6 +59,8 @@ class PromptRenderer:
         self._label_key = label_key
         self._metadata_key = metadata_key
         self._tool_key = tool_key
+        self._image_key = image_key
+        self._images = images
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(apply_chat_template_kwargs or {})
         if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self._template_kwargs.keys()):
@@ -58,8 +72,9 @@ class PromptRenderer:
                 "whole prompts as strings"
             )
 
-    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str) -> Prompt:
-        """DataError names `origin` if a key is missing, a value has the wrong type, or the template fails."""
+    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
+        """DataError names `origin` if a key is missing, a value has the wrong type, an image does not decode, or the
+        template fails. `folder`: where relative paths of images begin."""
         value = self._required(row, self._input_key, "input_key", origin)
         label = None if self._label_key is None else self._required(row, self._label_key, "label_key", origin)
         metadata = dict(self._optional_object(row, origin))
@@ -69,9 +84,12 @@ class PromptRenderer:
         json_text(label, f"{origin}: the label")
         json_text(metadata, f"{origin}: the metadata")
         messages = None
+        pictures = () if self._image_key is None else row_images(row, self._image_key, origin, folder)
         text = value
         if self._apply_chat_template:
             messages = self._messages(value, origin)
+            if self._image_key is not None:
+                messages = with_images(messages, len(pictures), origin)
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
@@ -83,11 +101,12 @@ class PromptRenderer:
         return Prompt(
             group_index=group_index,
             text=text,
-            token_ids=self._token_ids(text, origin),
+            token_ids=self._with_features(self._token_ids(text, origin), pictures, origin),
             label=label,
             messages=messages,
             tools=tools,
             metadata=metadata,
+            images=pictures,
             origin=origin,
         )
 
@@ -156,7 +175,22 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
-    def _token_ids(self, text: str, origin: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _with_features(self, token_ids: TokenIds, images: Sequence[Image], origin: str) -> TokenIds:
+        """The ids with the token of each image as often as it has features."""
+        if self._images is None:
+            return token_ids
+        is_image = token_ids == self._images.token_id
+        if is_image.sum() != len(images):
+            token = self._tokenizer.convert_ids_to_tokens(self._images.token_id)
+            raise DataError(
+                f"{origin}: {len(images)} images, and {is_image.sum()} times {token} in the prompt: the template, or the "
+                "prompt where there is none, must write it once for each image"
+            )
+        repeats = np.ones(len(token_ids), np.int64)
+        repeats[is_image] = [self._images.num_tokens(image) for image in images]
+        return np.repeat(token_ids, repeats)
+
+    def _token_ids(self, text: str, origin: str) -> TokenIds:
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -166,6 +166,11 @@ class RowRanges:
         file, place = self._find(row)
         return file.origin(place)
 
+    def folder(self, row: int) -> Path:
+        """Of the file that the row is in."""
+        file, _ = self._find(row)
+        return file.path.parent
+
     def _find(self, row: int) -> tuple[RowFile, int]:
         which = bisect_right(self._firsts, row) - 1
         file, rows = self.ranges[which]

@@ -2,6 +2,7 @@
 
 One row per sample, in order. `group` numbers the groups of the table. A group whose own prompt is not its first
 sample's (or that has no samples) begins with a row for that prompt, in which the sample's columns are null.
+The images of a prompt are in its group's first row with that prompt: null in a row means those of the row before.
 What users attach (label, messages, tools, metadata) is JSON text; everything else keeps its type to the bit. Expert ids are
 there if any sample has them: flat, with their sizes beside them.
 """
@@ -22,11 +23,13 @@ import pyarrow.parquet as pq
 from slime_core.buffer.atomic_file import write_atomically
 from slime_core.buffer.json_text import json_text
 from slime_core.errors import DataError
+from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
 from slime_core.types.routed_experts import RoutedExperts, narrow
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_IMAGE: Final = pa.struct([("name", pa.string()), ("data", pa.binary())])
 _SPAN_REWARD: Final = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("value", pa.float64())])
 
 SCHEMA: Final = pa.schema(
@@ -49,6 +52,7 @@ SCHEMA: Final = pa.schema(
         ("metadata", pa.string()),
         ("counts", pa.map_(pa.string(), pa.float64())),
         pa.field("origin", pa.string(), nullable=False),
+        ("images", pa.list_(_IMAGE)),
         pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
         ("prompt_length", pa.int32()),
         ("tokens", pa.list_(pa.int32())),
@@ -86,6 +90,7 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         "group_index": [prompt.group_index for prompt in prompts],
         "prompt": [prompt.text for prompt in prompts],
         "origin": [prompt.origin for prompt in prompts],
+        "images": _first_images([(number, prompt.images) for number, prompt, _ in rows]),
         "prompt_token_ids": _ragged([prompt.token_ids for prompt in prompts], np.int32),
         "label": [_optional_json(prompt.label, prompt, "the label") for prompt in prompts],
         "messages": [_optional_json(prompt.messages, prompt, "the messages") for prompt in prompts],
@@ -183,11 +188,20 @@ def _rows_of(group: SampleGroup) -> Iterable[tuple[Prompt, Sample | None]]:
 
 
 def _same_prompt(one: Prompt, other: Prompt) -> bool:
-    names = ("group_index", "text", "label", "messages", "tools", "metadata", "origin")
+    names = ("group_index", "text", "label", "messages", "tools", "metadata", "images", "origin")
     return one is other or (
         np.array_equal(one.token_ids, other.token_ids)
         and all(getattr(one, name) == getattr(other, name) for name in names)
     )
+
+
+def _first_images(rows: Sequence[tuple[int, tuple[Image, ...]]]) -> list[list[dict[str, Any]] | None]:
+    """None where a row has the images of the row before, in the same group."""
+    written: list[list[dict[str, Any]] | None] = []
+    for place, (group, images) in enumerate(rows):
+        repeated = place > 0 and rows[place - 1] == (group, images)
+        written.append(None if repeated else [{"name": image.name, "data": image.data} for image in images])
+    return written
 
 
 def _optional_json(value: Any, prompt: Prompt, what: str) -> str | None:
@@ -226,9 +240,16 @@ def _read_prompt(row: int, plain: dict[str, Any], lists: dict[str, Any], previou
         messages=_from_json(plain["messages"][row]),
         tools=_from_json(plain["tools"][row]),
         metadata=_from_json(plain["prompt_metadata"][row]),
+        images=_read_images(plain["images"][row], previous),
         origin=plain["origin"][row],
     )
     return previous if previous is not None and _same_prompt(previous, prompt) else prompt
+
+
+def _read_images(written: list[dict[str, Any]] | None, previous: Prompt | None) -> tuple[Image, ...]:
+    if written is None:
+        return () if previous is None else previous.images
+    return tuple(Image(name=image["name"], data=image["data"]) for image in written)
 
 
 def _read_experts(table: pa.Table) -> list[RoutedExperts | None]:

@@ -13,12 +13,16 @@ import pyarrow.parquet as pq
 from slime_core.buffer.atomic_file import write_atomically
 from slime_core.errors import DataError
 from slime_core.types.batch import Batch, TokenColumns
+from slime_core.types.batch_images import BatchImages
 
 COLUMN: Final = "column_"
 """Begins the names of per-token columns that scoring and credit have added."""
+IMAGES: Final = "images"
+"""A sample's images that no sample before it has, and beside them the numbers of all its images."""
+IMAGE_NUMBERS: Final = "image_numbers"
 BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
-OPTIONAL: Final = ("token_reward", "routed_experts")
+OPTIONAL: Final = ("token_reward", "routed_experts", "images")
 SIZES: Final = "routed_experts_sizes"
 """[layers, top_k]: expert ids are flat in the file."""
 
@@ -33,7 +37,7 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
     whole: dict[str, Any] = {}
     for field in fields(batch):
         values = getattr(batch, field.name)
-        if values is None:
+        if values is None or isinstance(values, BatchImages):
             continue
         lengths = {BY_TOKEN: batch.total_length, BY_RESPONSE_TOKEN: batch.response_length}
         ragged = next((of for names, of in lengths.items() if field.name in names), None)
@@ -43,6 +47,8 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
         whole[field.name] = pa.array(values) if ragged is None else lists(values, ragged)
     for name, values in columns.present().items():
         whole[COLUMN + name] = lists(values, batch.response_length)
+    if batch.images is not None:
+        whole |= image_columns(batch.images)
     table = pa.table(whole)
     write_atomically(path, lambda aside: pq.write_table(table, aside, compression="zstd"))
 
@@ -59,15 +65,33 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    named = {name: flat(table[name]) for name in table.column_names}
+    images = read_images(table) if IMAGES in table.column_names else None
+    named = {name: flat(table[name]) for name in table.column_names if name not in (IMAGES, IMAGE_NUMBERS)}
     wanted = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
     if missing := [name for name in wanted if name not in named]:
         raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
     if (sizes := named.pop(SIZES, None)) is not None:
         named["routed_experts"] = named["routed_experts"].reshape(-1, *sizes[:2])
-    batch = Batch(**{name: values for name, values in named.items() if not name.startswith(COLUMN)})
+    own = {name: values for name, values in named.items() if not name.startswith(COLUMN)}
+    batch = Batch(**own, images=images)
     columns = {name.removeprefix(COLUMN): values for name, values in named.items() if name.startswith(COLUMN)}
     return batch, TokenColumns(**columns)
+
+
+def image_columns(images: BatchImages) -> dict[str, pa.Array]:
+    """Distinct images are numbered in the order of their first use, so new ones follow each other."""
+    known = 0
+    new: list[list[bytes]] = []
+    for sample in range(len(images.counts)):
+        end = max(known, int(images.of_sample(sample).max(initial=-1)) + 1)
+        new.append([images.encoded(number) for number in range(known, end)])
+        known = end
+    return {IMAGES: pa.array(new, pa.list_(pa.binary())), IMAGE_NUMBERS: lists(images.which, images.counts)}
+
+
+def read_images(table: pa.Table) -> BatchImages | None:
+    distinct = [data for new in table[IMAGES].to_pylist() for data in new]
+    return BatchImages.of([[distinct[number] for number in row] for row in table[IMAGE_NUMBERS].to_pylist()])
 
 
 def lists(values: Any, lengths: Any) -> pa.Array:

@@ -13,6 +13,7 @@ from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError, Interrupted
+from slime_core.model_folder import copy_processor
 
 # The loop and the session bring torch, which takes seconds: a mistake in the run file is told before.
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ async def export_hf(session: Session) -> None:
         async with session.residency.train(), trainers.turn():
             await trainers.each("save_hf", aside)
         session.tokenizer.save_pretrained(aside)
+        copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
         if final.exists():
             final.rename(final.with_name(f".{final.name}.old.{os.getpid()}"))
         aside.rename(final)

@@ -37,6 +37,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         colocation,
         engines_over_nodes,
         local_launcher,
+        images,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
     return [problem for check in checks for problem in check(run)] or layout(run)
@@ -329,6 +330,25 @@ def colocation(run: BoundRun) -> list[str]:
             f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
         )
     return problems
+
+
+def images(run: BoundRun) -> list[str]:
+    if not run.config.data.multimodal_keys:
+        return []
+    asked = f"data.multimodal_keys = {dict(run.config.data.multimodal_keys)}"
+    problems = [
+        f'{asked}: backend "{role.backend.name}" does not train models with images. Say --backend with one that does.'
+        for role in run.roles
+        if not role.backend.driver.takes_images
+    ]
+    if run.generates and Capability.IMAGES not in run.engine.driver.may_offer:
+        problems.append(f'{asked}: engine "{run.engine.name}" takes no images. Say --engine with one that does.')
+    if run.teacher is not None:
+        problems.append(
+            f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "
+            "--opd-teacher-load instead."
+        )
+    return list(dict.fromkeys(problems))
 
 
 def engines_over_nodes(run: BoundRun) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from slime_core.config.evaluation import EvalConfig
 from slime_core.config.plugin_table import PluginTable
@@ -43,10 +44,21 @@ class DataConfig(Table):
     """Column of the metadata (an object)."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
+    multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
+    """Columns of what is not text, by its kind: {"image": "images"}, for models that take images. A column has one image
+    or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of the template."""
+
+    @field_validator("multimodal_keys", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
 
 
 class RoleConfig(OptimizerOverrides):

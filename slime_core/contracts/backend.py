@@ -197,6 +197,8 @@ class BackendDriver(Driver[TrainBackend]):
     provides: ClassVar[frozenset[Need]] = frozenset(
         {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
     )
+    takes_images: ClassVar[bool] = False
+    """It reads `MicroBatch.images`; a run with images is refused where it does not."""
     replays: ClassVar[frozenset[RoutingReplay]] = frozenset()
     """Whose choices of experts it can go by."""
     layout_options: ClassVar[frozenset[str]] = frozenset()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from slime_core.types.prompt import Prompt
     from slime_core.types.sample import SampleGroup
 
@@ -20,8 +22,9 @@ class Renderer(Protocol):
     def max_prompt_len(self) -> int | None:
         """Tokens; None: prompts of any length are accepted. For messages: `accepts` decides."""
 
-    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str) -> Prompt:
-        """DataError names `origin` if a key is missing or the template fails."""
+    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
+        """DataError names `origin` if a key is missing, an image does not decode, or the template fails. `folder`: where
+        relative paths of images begin."""
 
     def accepts(self, prompt: Prompt) -> bool:
         """False if it is longer than the maximum prompt length."""

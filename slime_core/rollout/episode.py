@@ -18,6 +18,7 @@ from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trace import AnswerTrace, Turn
 from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
 
@@ -105,6 +106,7 @@ class EngineEpisode:
             sampling=sampling,
             seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
             session_id=self._id,
+            images=images_of(self.prompt, token_ids),
             routed_experts_from=None if self._routed is None else self._routed.known(token_ids),
         )
         self.request_ids.append(request.request_id)
@@ -134,3 +136,9 @@ class EngineEpisode:
         return AnswerTrace(
             index=self.index, attempt=self.attempt, began=self.began, seconds=seconds, turns=tuple(self.turns)
         )
+
+
+def images_of(prompt: Prompt, token_ids: npt.NDArray[np.int32]) -> tuple[Image, ...]:
+    """The prompt's images, for tokens that begin with the prompt; a generator that writes prompts of its own has none."""
+    length = len(prompt.token_ids)
+    return prompt.images if prompt.images and np.array_equal(token_ids[:length], prompt.token_ids) else ()

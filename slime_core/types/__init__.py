@@ -2,6 +2,7 @@
 
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 from slime_core.types.report import EvalReport, PublishReport, StepReport, TrainReport
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
@@ -14,6 +15,7 @@ __all__ = [
     "EvalReport",
     "FinishReason",
     "GenerateRequest",
+    "Image",
     "Message",
     "Prompt",
     "PublishReport",

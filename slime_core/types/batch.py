@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.types.batch_images import BatchImages
 from slime_core.types.routed_experts import RoutedExperts
 
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -59,6 +60,8 @@ class Batch:
     """(M,) policy version that wrote the token; -1 where nothing of ours did (tool output)."""
     token_reward: Float32 | None = None
     """(M,) what process rewards give at a trained token, as a part of `reward`; None: no sample has any."""
+    images: BatchImages | None = None
+    """None: no prompt has any."""
     routed_experts: RoutedExperts | None = None
     """(N, layers, top_k) expert ids of the engine's forward of each token. Tokens that it has not read, such as the last of
     each sample, have distinct ids that mean nothing. None: nobody told."""
@@ -113,8 +116,11 @@ class Batch:
             "token_reward": response_rows,
             "routed_experts": token_rows,
         }
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{n: c[ragged.get(n, samples)] for n, c in columns.items() if c is not None})
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "images"}
+        return Batch(
+            **{n: c[ragged.get(n, samples)] for n, c in columns.items() if c is not None},
+            images=None if self.images is None else self.images.take(samples),
+        )
 
     def rewards_by_token(self, rewards: Float64) -> Float64:
         """(S,) to (M,): each sample's reward where it was earned. What process rewards gave stands at its tokens, and the

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.types.image import Image
 from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import VersionSpan
 
@@ -45,6 +46,8 @@ class GenerateRequest:
     reorder or narrow it; unchanged or empty: any engine, in turn."""
     priority: int = 0
     """Where requests wait, a higher one goes first."""
+    images: tuple[Image, ...] = ()
+    """Of the prompt that `token_ids` begin with, in the order of their image tokens (`Capability.IMAGES`)."""
     text: str | None = None
     """A prompt whose tokens are not known yet: then `token_ids` is empty, and a middleware must fill it in, since engines
     take tokens alone."""

@@ -37,6 +37,26 @@ class LossColumns:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class MicroImages:
+    """The distinct images of a micro-batch, and where their features go, in the layout of the Qwen-VL family: an image
+    is a grid of patches, and a square of them is a feature, the embedding of one image token."""
+
+    pixel_values: Tensor
+    """(patches, values of a patch) float32, image after image."""
+    grid_thw: Tensor
+    """(images, 3) int64: frames, rows and columns of patches."""
+    feature_of_token: Tensor
+    """(N,) int64: which row of all images' features a token stands for; -1: it stands for itself."""
+
+    def to(self, device: torch.device) -> MicroImages:
+        return MicroImages(
+            pixel_values=self.pixel_values.to(device, non_blocking=True),
+            grid_thw=self.grid_thw.to(device, non_blocking=True),
+            feature_of_token=self.feature_of_token.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
     """A packed stream; sequences follow each other without padding.
 
@@ -66,6 +86,8 @@ class MicroBatch:
     """Logits are divided by it before the softmax."""
     rows: Tensor | None = None
     """(T,) int64 rows of the whole micro-batch's response axis that this rank holds; None: all of them."""
+    images: MicroImages | None = None
+    """None: no prompt in it has any."""
     samples: tuple[int, ...] = ()
     """(S,) numbers that stand for the same samples in every forward over a batch, however they are packed."""
     routed_experts: Tensor | None = None
@@ -90,5 +112,6 @@ class MicroBatch:
             mask=move(self.mask),
             columns=self.columns.map_rows(None, device),
             rows=None if self.rows is None else move(self.rows),
+            images=None if self.images is None else self.images.to(device),
             routed_experts=None if self.routed_experts is None else move(self.routed_experts),
         )

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.types.image import Image
+
 Message: TypeAlias = Mapping[str, Any]
 """One chat message: `role`, `content` and whatever else the template reads."""
 
@@ -28,5 +30,7 @@ class Prompt:
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+    """In the order of their places in `token_ids`, where an image token stands once for each of an image's features."""
     origin: str = ""
     """File and row it came from, for messages."""

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from slime_core.batch.pack import pack_micro_batch
+from slime_core.batch.pack_images import PixelCache
 from slime_core.config.bound import PartSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend, TrainerSetup
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
+from slime_core.image_processor import ImageProcessor
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import StepReport
 from slime_core.types.weights import Bucket
@@ -46,6 +48,8 @@ class TrainWorker:
         registry = spec.agreement.registry()
         self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
         self._objective: Objective = spec.objective.build(spec.agreement, registry)
+        setup = spec.setup
+        self._pixels = PixelCache(lambda: ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code))
         self._sender: WeightSender | None = None
         if spec.transport is not None:
             transport = spec.agreement.resolve(spec.transport, registry)
@@ -61,7 +65,10 @@ class TrainWorker:
         self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
     ) -> Mapping[str, Float32]:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
-        packed = [pack_micro_batch(shard, samples, temperature=self._spec.temperature) for samples in micros]
+        packed = [
+            pack_micro_batch(shard, samples, temperature=self._spec.temperature, pixels=self._pixels)
+            for samples in micros
+        ]
         columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
             scored = self._backend.score(packed, weights=weights, entropy=entropy)
@@ -79,7 +86,9 @@ class TrainWorker:
         with self._profile.around("train_actor"):
             for micros in steps:
                 packed = [
-                    pack_micro_batch(shard, samples, columns=columns, temperature=self._spec.temperature)
+                    pack_micro_batch(
+                        shard, samples, columns=columns, temperature=self._spec.temperature, pixels=self._pixels
+                    )
                     for samples in micros
                 ]
                 reports.append(self._backend.train_step(packed, self._objective))

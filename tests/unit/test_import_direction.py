@@ -17,12 +17,14 @@ LEVELS = [
     {"buffer", "batch", "rollout", "launch", "workers", "checkpoint"}
     | {
         "objective",
+        "image_processor",
         "metrics",
         "manifest",
         "model_folder",
         "model_presets",
         "new_model",
         "invariant",
+        "new_vision_model",
         "onednn",
         "event_log",
         "run_folder",

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,8 +25,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from slime_core.batch.pack import pack_micro_batch
+from slime_core.batch.pack_images import PixelCache
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
+from slime_core.image_processor import ImageProcessor
+from slime_core.testing.tiny_vision import image_batch, image_samples, make_tiny_vision_model
+from slime_core.types.batch import TokenColumns
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_fsdp.plugin import Fsdp, FsdpConfig
 
@@ -296,6 +302,31 @@ class TwoRanks:
         ]
 
 
+def pack_images(folder: Path, *parts: list[int]) -> list[MicroBatch]:
+    """A micro-batch of each of these samples."""
+    processor = ImageProcessor(folder)
+    batch, cache = image_batch(image_samples(processor)), PixelCache(lambda: processor)
+    ones = np.ones(len(batch.mask), np.float32)
+    columns = TokenColumns(advantages=ones, old_log_probs=-ones, loss_weight=batch.mask / np.float32(8))
+    return [pack_micro_batch(batch, np.array(part), columns=columns, pixels=cache) for part in parts]
+
+
+@pytest.fixture(scope="session")
+def one_vision_step():
+    """What one rank makes of the micro-batches that two_ranks.py has for images."""
+
+    def step(folder):
+        micros = pack_images(folder, [5, 6, 1], [7])
+        backend = start(folder, {}, SGD)
+        scores, before = backend.score(micros), weights_of(backend)
+        report = backend.train_step(micros, SequencePolicy())
+        after = weights_of(backend)
+        backend.close()
+        return report, before, after, scores
+
+    return step
+
+
 @pytest.fixture(scope="session")
 def run_two_ranks(folders, adapters, tmp_path_factory):
     def run(device: str) -> TwoRanks:
@@ -306,6 +337,7 @@ def run_two_ranks(folders, adapters, tmp_path_factory):
         transformers.AutoModelForCausalLM.from_pretrained(folders("qwen3"), dtype=torch.bfloat16).save_pretrained(
             out / "half"
         )
+        make_tiny_vision_model(out / "vision")
         script = Path(__file__).with_name("two_ranks.py")
         arguments = [device, str(out), str(folders("qwen3")), str(folders("mistral")), str(adapters("qwen3"))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -162,3 +162,15 @@ def test_float32_adapters_over_a_bfloat16_base(head, ranks):
     assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
     for name, weight in original.items():
         assert torch.equal(saved[name], weight) == ("proj" not in name), name
+
+
+def test_ranks_with_and_without_images_take_the_step_of_one(ranks, one_vision_step):
+    report, before, wanted, scores = one_vision_step(ranks.folder / "vision")
+    for part, one in zip(ranks("vision"), scores, strict=True):
+        np.testing.assert_allclose(part["log_probs"], one.log_probs, rtol=1e-5, atol=1e-5)
+    assert_same_step(ranks("vision")[0]["weights"], (report, before, wanted))
+    # Half precision: near, and the tower is trained.
+    half = ranks("vision_half")
+    np.testing.assert_allclose(half[0]["log_probs"], scores[0].log_probs, atol=0.5)
+    name = "model.visual.patch_embed.proj.weight"
+    assert float((half[0]["weights"][name].float() - before[name]).abs().max()) > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import SGD, SequencePolicy, make_samples, pack, start, weights_of
+from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
@@ -215,6 +215,18 @@ def half_precision_adapters(run):
         backend.close()
 
 
+def vision(run):
+    """One rank has an image in its micro-batch, the other none: both gather the vision tower's shards."""
+    folder = run.out / "vision"
+    (micro,) = pack_images(folder, [5, 6, 1] if run.rank == 0 else [7])
+    for name, options in (("vision", {}), ("vision_half", {"precision": "bfloat16", "gradient_checkpointing": True})):
+        backend = run.begin(name, options, SGD, model_path=folder)
+        scores = backend.score([micro])[0]
+        report = backend.train_step([micro], SequencePolicy())
+        run.keep(name, backend, **numbers(report), log_probs=scores.log_probs)
+        backend.close()
+
+
 def broken_folder(run):
     broken = run.out / "broken"
     try:
@@ -246,6 +258,7 @@ def main(rank, device, *folders):
         half_precision,
         adapters,
         half_precision_adapters,
+        vision,
         broken_folder,
     )
     for part in parts:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slime_core.buffer.json_text import json_text
 from slime_core.buffer.table import groups_to_table, read_groups, table_to_groups, write_groups, write_table
 from slime_core.errors import DataError, StorageError
-from slime_core.types import Prompt, Sample, SampleGroup, SpanReward, Status, VersionSpan
+from slime_core.types import Image, Prompt, Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -35,6 +35,7 @@ def vector(dtype: Any, element: st.SearchStrategy[int], length: int) -> st.Searc
 
 @st.composite
 def prompts(draw: st.DrawFn, group_index: int) -> Prompt:
+    images = st.lists(st.builds(Image, data=st.binary(max_size=3), name=TEXT), max_size=2).map(tuple)
     return Prompt(
         group_index=group_index,
         text=draw(TEXT),
@@ -43,6 +44,7 @@ def prompts(draw: st.DrawFn, group_index: int) -> Prompt:
         messages=draw(st.none() | st.lists(OBJECT, max_size=2)),
         tools=draw(st.none() | st.lists(OBJECT, max_size=1)),
         metadata=draw(OBJECT),
+        images=draw(images),
         origin=draw(TEXT),
     )
 
@@ -164,6 +166,7 @@ def test_the_columns_that_readers_see(tmp_path: Path):
         "metadata": "{}",
         "counts": [("turns", 2.0)],
         "origin": "train.jsonl, line 4",
+        "images": None,
         "prompt_token_ids": [5, 6],
         "prompt_length": 2,
         "tokens": [5, 6, 100, 101, 102],

@@ -108,7 +108,7 @@ class MultiAgent(Generator):
         tokens = np.array(episode.tokenizer.encode(text, add_special_tokens=False), np.int32)
         if not len(tokens):
             raise PluginError(f"agents.{agent.name}.prompt on {task.origin}: the text has no tokens.")
-        return replace(task, text=text, token_ids=tokens, messages=messages)
+        return replace(task, text=text, token_ids=tokens, messages=messages, images=())
 
 
 def shared(sample: Sample, share: float, outcome: float) -> Sample:

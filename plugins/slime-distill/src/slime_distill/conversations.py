@@ -59,6 +59,11 @@ def group_of(
     """The row as a group of one sample."""
     if prompt.messages is None:
         token_ids, mask = labelled(prompt, tokenizer)
+    elif prompt.images:
+        raise DataError(
+            f"{prompt.origin}: a conversation with images cannot be learnt from. Give whole prompts, in which the model's "
+            "image token stands for each image, with the answer in --label-key and without --apply-chat-template."
+        )
     else:
         rendered = turns.render(conversation(prompt), prompt.tools, prompt.origin)
         token_ids, mask = tokenized(rendered, tokenizer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.shared_prompts import share_prompts
+from slime_fsdp.vision import rope_positions
 
 
 @dataclass(kw_only=True)
@@ -201,6 +202,12 @@ class FsdpBackend(TrainBackend):
     def _prepare(self, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
         """This rank's part, on the device, with the plan that is made from its offsets on the host."""
         placement, layout = self._ready.placement, self._ready.layout
+        if self._ready.model.sees_images:
+            micro = replace(micro, position_ids=rope_positions(self._ready.model.model, micro))
+        elif micro.images is not None:
+            raise ModelError(
+                f"{self._ready.folder.path}: backend fsdp knows no images of a {self._ready.folder.config.model_type}."
+            )
         shared = share_prompts(micro) if self._config.shares_prompts else None
         if shared is not None:
             micro, table = shared

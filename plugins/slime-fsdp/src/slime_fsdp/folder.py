@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
+from slime_fsdp.attention import PACKED
+from slime_fsdp.plugin import WITH_IMAGES
 
 HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 """The transformers class of each `TrainerSetup.head`. A token classifier with one label is a value model: any tool
@@ -37,13 +45,29 @@ class ModelFolder:
         found = self.config.dtype
         return found if isinstance(found, torch.dtype) else torch.float32
 
+    @property
+    def sees_images(self) -> bool:
+        return self.config.model_type in WITH_IMAGES
+
+    @property
+    def auto_class(self) -> Any:
+        """transformers' class for this head and model."""
+        return AutoModelForImageTextToText if self.sees_images and self.head == "lm" else HEADS[self.head]
+
+    def attention(self, implementation: str) -> Any:
+        """Packed attention is the language model's; patches attend by whole images, in transformers' own way."""
+        if not self.sees_images:
+            return implementation
+        towers = {"": implementation, "text_config": implementation}
+        return towers | {"vision_config": "sdpa" if implementation == PACKED else implementation}
+
     def empty_model(self, attn_implementation: str) -> PreTrainedModel:
         """On the meta device, float32."""
         with torch.device("meta"):
-            model: PreTrainedModel = HEADS[self.head].from_config(
+            model: PreTrainedModel = self.auto_class.from_config(
                 # transformers writes the dtype that it is asked for into it.
                 deepcopy(self.config),
-                attn_implementation=attn_implementation,
+                attn_implementation=self.attention(attn_implementation),
                 dtype=torch.float32,
                 trust_remote_code=self.trust_remote_code,
             )
@@ -54,10 +78,10 @@ class ModelFolder:
         bias 0 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1)."""
         try:
             with expected_differences() if self.head == "value" else nullcontext():
-                model, info = HEADS[self.head].from_pretrained(
+                model, info = self.auto_class.from_pretrained(
                     self.path,
                     config=self.config,
-                    attn_implementation=attn_implementation,
+                    attn_implementation=self.attention(attn_implementation),
                     dtype=torch.float32,
                     trust_remote_code=self.trust_remote_code,
                     local_files_only=True,
@@ -110,9 +134,10 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
     remote = "auto_map" in raw and trust_remote_code
-    if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
+    known = type(config) in AutoModelForCausalLM._model_mapping or config.model_type in WITH_IMAGES
+    if not remote and not known:
         raise ModelError(f'{config_file}: transformers has no causal language model for "{config.model_type}".')
-    if not remote and type(config) not in HEADS[head]._model_mapping:
+    if not remote and head != "lm" and type(config) not in HEADS[head]._model_mapping:
         raise ModelError(
             f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'
         )

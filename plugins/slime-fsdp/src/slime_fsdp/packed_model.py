@@ -31,7 +31,8 @@ from slime_fsdp.adapters import Adapters, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.log_probs import log_probs_of
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
+from slime_fsdp.vision import hidden_states
 
 BRING_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of torch's operations that gather sharded weights."""
@@ -64,18 +65,27 @@ class PackedModel(nn.Module):
         self.log_probs_chunk_size = log_probs_chunk_size
         self.true_on_policy = true_on_policy
 
+    @property
+    def sees_images(self) -> bool:
+        """Then positions are (4, N)."""
+        return self.model.config.model_type in WITH_IMAGES
+
     def forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none") -> Outputs:
         # Around the forward alone: a backward need not be invariant.
         with InvariantKernels(BRING_WEIGHTS) if self.true_on_policy else nullcontext():
             return self._forward(micro, plan, entropy)
 
     def _forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode) -> Outputs:
-        hidden = self.model.base_model(
-            input_ids=micro.tokens[None],
-            position_ids=micro.position_ids[None],
-            use_cache=False,
-            **attention_arguments(self.model, plan),
-        ).last_hidden_state[0]
+        attention = attention_arguments(self.model, plan)
+        if self.sees_images:
+            hidden = hidden_states(self.model, micro, micro.position_ids, attention)
+        else:
+            hidden = self.model.base_model(
+                input_ids=micro.tokens[None],
+                position_ids=micro.position_ids[None],
+                use_cache=False,
+                **attention,
+            ).last_hidden_state[0]
         # All answers to a shared prompt are predicted from its last token. Without any row, the graph stays.
         hidden = Take.apply(hidden, micro.logit_index)
         if self.head == "value":

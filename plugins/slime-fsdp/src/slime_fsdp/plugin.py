@@ -25,6 +25,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "index_topk": (None,),
 }
+WITH_IMAGES = frozenset({"qwen3_vl"})
+"""Model types whose images the packed forward knows."""
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -94,6 +96,7 @@ class Fsdp(BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+    takes_images: ClassVar[bool] = True
 
     @classmethod
     def build(cls, config: FsdpConfig) -> TrainBackend:
@@ -152,6 +155,10 @@ class Fsdp(BackendDriver):
             problems.append(
                 'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
             )
+        if cp_size > 1 and model_config.get("model_type") in WITH_IMAGES:
+            problems.append(
+                f"backend.context_parallel_size = {cp_size}: sequences with images are not cut over ranks; leave it out."
+            )
         return problems + adapter_problems(config) + architecture_problems(model_config)
 
 
@@ -184,13 +191,16 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
     if "auto_map" not in model_config:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            close = near_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-            hint = f"; close: {', '.join(close)}" if close else ""
-            problems.append(
-                f'the model\'s config.json says model_type = "{model_type}": transformers has no causal language model '
-                f"of that name{hint}."
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in WITH_IMAGES:
+            known = sorted(WITH_IMAGES) if "vision_config" in model_config else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            kind = (
+                "backend fsdp trains no such model with images"
+                if "vision_config" in model_config
+                else ("transformers has no causal language model of that name")
             )
+            close = near_matches(model_type, known) or (sorted(WITH_IMAGES) if "vision_config" in model_config else [])
+            hint = f"; close: {', '.join(close)}" if close else ""
+            problems.append(f'the model\'s config.json says model_type = "{model_type}": {kind}{hint}.')
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")

@@ -35,6 +35,9 @@ def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
     first_row = np.cumsum(answer_lengths) - answer_lengths
     prompt_lengths = logit_index[first_row] - starts + 1
     repeats = same_as_before(tokens, starts, prompt_lengths)
+    if micro.images is not None:
+        # Prompts with equal tokens may show different images.
+        repeats &= same_as_before(micro.images.feature_of_token.numpy(), starts, prompt_lengths)
     if not repeats.any():
         return None
 
@@ -71,10 +74,13 @@ def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
     return replace(
         micro,
         tokens=micro.tokens[rows],
-        position_ids=micro.position_ids[rows],
+        position_ids=micro.position_ids[..., rows],
         cu_seqlens=torch.from_numpy(offsets),
         max_seqlen=int(table.query_lengths.max()),
         logit_index=torch.from_numpy(predicted_at),
+        images=None
+        if micro.images is None
+        else replace(micro.images, feature_of_token=micro.images.feature_of_token[rows]),
     ), table
 
 

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, SamplingParams
+from slime_core.types.image import Image
 from slime_local.kv_store import DecodeView, KvStore, PrefillView
 from slime_local.model import RolloutModel
+from slime_local.pictures import Pictures, prefill_logits
 from slime_local.random_draws import stream_keys
 from slime_local.request_row import RequestRow
 from slime_local.sampler import Special, sample
-from slime_local.slots import DELAY_END, END, STOP_SET, Slots
+from slime_local.slots import DELAY_END, DELTA, END, STOP_SET, Slots
 from slime_local.stop_text import StopText
 
 _REFILL_SHARE = 16
@@ -117,10 +119,10 @@ class Decoder:
     def _decode_rows(self, rows: slice) -> Tensor:
         slots = self._slots
         cache = DecodeView(slots.store, rows, slots.at(slots.first), slots.at(slots.end) - 1)
-        positions = (slots.end - 1 - slots.start()[rows])[:, None]
+        positions = (slots.end - 1 - slots.start()[rows] + slots.integer(DELTA)[rows])[:, None]
         return self._model.logits(slots.last_tokens()[rows], positions, slots.bias()[rows], cache)
 
-    def _prefill(self, ids: Tensor, lengths: Tensor, view: PrefillView) -> Tensor:
+    def _prefill(self, ids: Tensor, lengths: Tensor, view: PrefillView, pictures: Sequence[Pictures | None]) -> Tensor:
         """`ids` (B, P) padded on the left, `lengths` (B,); returns the logits of the last column, (B, V)."""
         p = ids.shape[1]
         column = torch.arange(p, device=ids.device)
@@ -131,7 +133,10 @@ class Decoder:
             # A padded query sees itself: a row of -inf would be NaN, and NaN survives a weight of 0.
             itself = torch.eye(p, dtype=torch.bool, device=ids.device)
             mask = ((causal & (column >= before)[:, None, :]) | itself)[:, None]
-        return self._model.logits(ids, (column - before).clamp_(min=0), mask, view)
+        positions = (column - before).clamp_(min=0)
+        if any(picture is not None for picture in pictures):
+            return prefill_logits(self._model.network, ids, lengths, positions, mask, view, pictures)
+        return self._model.logits(ids, positions, mask, view)
 
     def _recompute(self, stale: Sequence[int]) -> None:
         slots = self._slots
@@ -144,7 +149,8 @@ class Decoder:
         before = torch.arange(first, end, device=slots.device) < starts[:, None]
         ids = slots.tokens(rows, first, end).masked_fill(before, 0)
         source = torch.arange(len(chosen), device=slots.device)
-        self._prefill(ids, end - starts, PrefillView(slots.store, rows, source, slots.at(end)))
+        view = PrefillView(slots.store, rows, source, slots.at(end))
+        self._prefill(ids, end - starts, view, [self._rows[index].pictures for index in chosen])
         for index in chosen:
             self._rows[index].stale = False
 
@@ -159,16 +165,17 @@ class Decoder:
         longest = max(other.longest for other in (*self._rows, row))
         return (len(self._rows) + 1) * longest * self._slots.store.token_bytes <= self._kv_cache_bytes
 
-    def _choose(self) -> tuple[list[RequestRow], list[bytes], list[int]]:
-        """Rows from the head of the queue, their distinct prompts, and which row has which."""
+    def _choose(self) -> tuple[list[RequestRow], list[RequestRow], list[int]]:
+        """Rows from the head of the queue, the first with each distinct prompt, and which row has which."""
         token_bytes = self._slots.store.token_bytes
         longest = max((row.longest for row in self._rows), default=0)
         widest = 0
         chosen: list[RequestRow] = []
-        distinct: dict[bytes, int] = {}
+        distinct: dict[tuple[bytes, tuple[Image, ...]], int] = {}
+        first: list[RequestRow] = []
         source: list[int] = []
         for row in islice(self._waiting, self._max_running - len(self._rows)):
-            prompt = np.asarray(row.request.token_ids, np.int32).tobytes()
+            prompt = (np.asarray(row.request.token_ids, np.int32).tobytes(), row.request.images)
             longest = max(longest, row.longest)
             widest = max(widest, row.prompt_length)
             prompts = len(distinct) + (prompt not in distinct)
@@ -176,9 +183,11 @@ class Decoder:
             if chosen and (prompts * widest > self._max_prefill_tokens or memory > self._kv_cache_bytes):
                 break
             row.shared_tokens = row.prompt_length if prompt in distinct else 0
+            if prompt not in distinct:
+                first.append(row)
             source.append(distinct.setdefault(prompt, len(distinct)))
             chosen.append(row)
-        return chosen, list(distinct), source
+        return chosen, first, source
 
     def _admit(self) -> Tensor:
         """Logits of the prompts' last tokens, (new rows, V). Equal prompts are computed once."""
@@ -191,8 +200,8 @@ class Decoder:
         widest = max(row.prompt_length for row in chosen)
         prompts = np.zeros((len(distinct), widest), np.int64)
         lengths = np.empty(len(distinct), np.int64)
-        for index, prompt in enumerate(distinct):
-            tokens = np.frombuffer(prompt, np.int32)
+        for index, row in enumerate(distinct):
+            tokens = row.request.token_ids
             lengths[index] = len(tokens)
             prompts[index, widest - len(tokens) :] = tokens
 
@@ -211,7 +220,10 @@ class Decoder:
         rows = torch.arange(count, count + len(chosen), device=slots.device)
         view = PrefillView(slots.store, rows, which, slots.at(slots.end))
         logits = self._prefill(
-            torch.from_numpy(prompts).to(slots.device), torch.from_numpy(lengths).to(slots.device), view
+            torch.from_numpy(prompts).to(slots.device),
+            torch.from_numpy(lengths).to(slots.device),
+            view,
+            [row.pictures for row in distinct],
         )
         return logits[which]
 
@@ -219,8 +231,9 @@ class Decoder:
         params = row.request.sampling
         top_k = params.top_k if params.top_k > 0 else self._model.vocab_size
         end = row.answer_start
-        # START, END, DELAY_END, STOP_SET, TOP_K; KEY is filled in by the slots.
-        return [row.start, end + row.limit, end + params.min_new_tokens, self._stop_set(params), top_k, 0]
+        delta = 0 if row.pictures is None else row.pictures.delta
+        # START, END, DELAY_END, STOP_SET, TOP_K, KEY, DELTA; KEY is filled in by the slots.
+        return [row.start, end + row.limit, end + params.min_new_tokens, self._stop_set(params), top_k, 0, delta]
 
     def _stop_set(self, params: SamplingParams) -> int:
         """The row of the stop table with the model's stop tokens and this request's."""

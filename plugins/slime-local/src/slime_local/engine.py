@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ import torch
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.image import Image
 from slime_core.types.schedule import EngineEvent
 from slime_core.types.weights import Bucket
 from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel, load_model
+from slime_local.pictures import Pictures, pictures_of
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.schedule import Gate
 from slime_local.stop_text import StopText
@@ -50,6 +53,10 @@ class LocalEngine(RolloutEngine):
         self._absent: frozenset[Memory] = frozenset()
         """What was given back."""
         self._version = -1
+        self._pictures: weakref.WeakValueDictionary[tuple[bytes, tuple[Image, ...]], Pictures] = (
+            weakref.WeakValueDictionary()
+        )
+        """Of prompts that wait or run: the answers to one prompt share them."""
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Loads the weights of the folder; the version stays -1 until a first set of buckets. Raises ModelError."""
@@ -82,6 +89,8 @@ class LocalEngine(RolloutEngine):
         }
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
+        if self._model.images is not None:
+            capabilities.add(Capability.IMAGES)
         return EngineInfo(capabilities=frozenset(capabilities))
 
     # ---------------------------------------------------------------- the decode task
@@ -153,7 +162,7 @@ class LocalEngine(RolloutEngine):
         rows = []
         for place, request in enumerate(requests):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
-            row = RequestRow(request, ticket, place, limit)
+            row = RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request))
             if limit > 0:
                 rows.append(row)
             else:
@@ -166,6 +175,16 @@ class LocalEngine(RolloutEngine):
             self._decoder.end(lambda row: row.ticket is ticket)
             self._consider()
             raise
+
+    def _pictures_of(self, request: GenerateRequest) -> Pictures | None:
+        """Those of an equal prompt that is still being answered, or new ones."""
+        if not request.images or self._model.images is None:
+            return None
+        key = (request.token_ids.tobytes(), request.images)
+        found = self._pictures.get(key)
+        if found is None:
+            found = self._pictures[key] = pictures_of(self._model.network, self._model.images, request)
+        return found
 
     def _check(self, requests: Sequence[GenerateRequest]) -> None:
         for params in {request.sampling for request in requests}:
@@ -185,6 +204,10 @@ class LocalEngine(RolloutEngine):
             raise EngineRefused(
                 f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
                 f"{self._model.vocab_size}. Prompt and engine must use one tokenizer."
+            )
+        if self._model.images is None and (seeing := [r.request_id for r in requests if r.images]):
+            raise EngineRefused(
+                f"{self._name}: request {seeing[0]} has images, and {type(self._model.network).__name__} takes none."
             )
         empty = [request.request_id for request in requests if not len(request.token_ids)]
         if empty:

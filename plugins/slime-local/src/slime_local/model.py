@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import ModelError
+from slime_core.image_processor import ImageProcessor
 from slime_core.invariant.mode import InvariantKernels
 from slime_core.invariant.products import product_shapes, require_equal_rows
 from slime_core.invariant.sums import log_softmax as invariant_log_softmax
+from slime_core.model_folder import read_model_config
 from slime_core.onednn import onednn_available, use_onednn
 from slime_local.attention import INVARIANT, NAME
 from slime_local.kv_store import LayerShape, ProbeView
+from slime_local.pictures import MODEL_TYPES
 
 if TYPE_CHECKING:
     from slime_local.plugin import LocalConfig
@@ -36,6 +39,8 @@ class RolloutModel:
     stop_ids: frozenset[int]
     """End-of-sequence tokens of the generation config and of the model config."""
     layers: tuple[LayerShape, ...]
+    images: ImageProcessor | None = None
+    """None: it takes none."""
     true_on_policy: bool = False
     """Everything is computed with `slime_core.invariant`."""
 
@@ -90,10 +95,15 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    network = AutoModelForCausalLM.from_pretrained(
+    sees_images = read_model_config(setup.model_path).get("model_type") in MODEL_TYPES
+    attention: Any = INVARIANT if setup.true_on_policy else NAME
+    if sees_images:
+        # Patches attend by whole images, in transformers' own way.
+        attention = {"": attention, "text_config": attention, "vision_config": "sdpa"}
+    network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
         setup.model_path,
         dtype=dtype,
-        attn_implementation=INVARIANT if setup.true_on_policy else NAME,
+        attn_implementation=attention,
         trust_remote_code=setup.trust_remote_code,
         local_files_only=True,
     )
@@ -117,6 +127,7 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         vocab_size=vocab_size,
         stop_ids=_stop_ids(network, vocab_size),
         layers=layers,
+        images=ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code) if sees_images else None,
         true_on_policy=setup.true_on_policy,
     )
 

@@ -48,6 +48,7 @@ class Local(EngineDriver):
             Capability.SLEEP,
             Capability.SCORES,
             Capability.REPLAY,
+            Capability.IMAGES,
             Capability.BATCH_INVARIANT,
             Capability.TRUE_ON_POLICY,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ import numpy.typing as npt
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.sample import VersionSpan
+
+if TYPE_CHECKING:
+    from slime_local.pictures import Pictures
 
 
 class Ticket(Protocol):
@@ -68,6 +71,7 @@ class RequestRow:
     """Of the answer in the ticket."""
     limit: int
     """New tokens at most, > 0."""
+    pictures: Pictures | None = None
     start: int = 0
     """Column of the prompt's first token, once admitted."""
     shared_tokens: int = 0

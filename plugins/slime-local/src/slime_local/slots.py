@@ -23,9 +23,9 @@ from slime_local.sampler import Draw
 
 _FEWEST_COLUMNS = 32
 
-START, END, DELAY_END, STOP_SET, TOP_K, KEY = range(6)
+START, END, DELAY_END, STOP_SET, TOP_K, KEY, DELTA = range(7)
 """Columns of `integers`: first column of the prompt; column after the last token allowed; column before which no stop
-token may come; row of the stop table; top_k; key of the random stream."""
+token may come; row of the stop table; top_k; key of the random stream; positions of later tokens beyond their places."""
 TEMPERATURE, GREEDY, TOP_P, PENALTY = range(4)
 """Columns of `reals`."""
 
@@ -48,7 +48,7 @@ class Slots:
         self._tokens = torch.zeros((0, 0), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((0, 0), dtype=torch.float32, device=device)
         self._bias = torch.zeros((0, 0), dtype=dtype, device=device)
-        self._integers = torch.zeros((0, 6), dtype=torch.int64, device=device)
+        self._integers = torch.zeros((0, DELTA + 1), dtype=torch.int64, device=device)
         self._reals = torch.zeros((0, 4), dtype=torch.float32, device=device)
 
     @property
@@ -103,7 +103,7 @@ class Slots:
     def add(
         self, prompts: npt.NDArray[np.int64], integers: npt.NDArray[np.int64], keys: Tensor, reals: list[list[float]]
     ) -> None:
-        """Appends rows after `reserve`. `prompts` (M, P) are padded on the left; START in `integers` (M, 6) says how
+        """Appends rows after `reserve`. `prompts` (M, P) are padded on the left; START in `integers` (M, 7) says how
         far. KEY is taken from `keys`."""
         m, p = prompts.shape
         rows = slice(self.count, self.count + m)

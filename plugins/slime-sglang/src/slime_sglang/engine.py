@@ -25,6 +25,7 @@ from slime_sglang.experts import ExpertSizes
 from slime_sglang.external import connect_external
 from slime_sglang.features import Features
 from slime_sglang.generation import RequestIds, Running, version_of
+from slime_sglang.image_data import ImageTokens
 from slime_sglang.launching import start_server
 from slime_sglang.process import ServerProcess
 from slime_sglang.router import Router, WorkerRole, start_router
@@ -68,6 +69,7 @@ class SglangEngine(RolloutEngine):
         self._router: Router | None = None
         self._features = Features()
         self._vocab_size = 0
+        self._image_tokens: ImageTokens | None = None
         self._experts: ExpertSizes | None = None
         self._version = -1
         self._rids = RequestIds()
@@ -102,6 +104,7 @@ class SglangEngine(RolloutEngine):
                 return EngineInfo(capabilities=frozenset(), pid=self._processes[0].pid)
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
+            self._image_tokens = ImageTokens.of(setup.model_path)
             # A server that is one half of a pair answers no request alone.
             pairs = bool(self._config.prefill_servers)
             found = [await Features.of(server, setup, alone=not pairs) for server in self._servers]
@@ -254,7 +257,7 @@ class SglangEngine(RolloutEngine):
         if self._absent:
             raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
         self._check(requests)
-        runs = [Running(request) for request in requests]
+        runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
         self._running |= {run.request.request_id: run for run in runs}
         tasks = [asyncio.create_task(self._serve(run, setup)) for run in runs]
         self._tasks.update(tasks)
@@ -279,6 +282,8 @@ class SglangEngine(RolloutEngine):
                 f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
             )
         for request in requests:
+            if request.images:
+                self._check_images(request)
             if request.routed_experts_from is not None and self._experts is None:
                 raise EngineRefused(
                     f"{self._name}: request {request.request_id} asks for expert ids; the engine was started without them."
@@ -293,6 +298,14 @@ class SglangEngine(RolloutEngine):
                     f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
                     f"{self._vocab_size}. Prompt and engine must use one tokenizer."
                 )
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        if self._image_tokens is None or not self._features.images:
+            raise EngineRefused(
+                f"{self._name}: request {request.request_id} has images, and its servers take none with this model."
+            )
+        if problem := self._image_tokens.problem(request):
+            raise EngineRefused(f"{self._name}: {problem}.")
 
     async def _serve(self, run: Running, setup: EngineSetup) -> Completion:
         """The whole answer, over as many parts as publishes break it into."""

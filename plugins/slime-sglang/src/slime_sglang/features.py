@@ -29,6 +29,7 @@ class Features:
     deterministic: bool = False
     memory_saver: bool = False
     version_spans: bool = False
+    images: bool = False
     routed_experts: bool = False
 
     @classmethod
@@ -50,6 +51,8 @@ class Features:
             deterministic=bool(args.get("enable_deterministic_inference")),
             memory_saver=bool(args.get("enable_memory_saver")),
             version_spans=alone and await reports_spans(server),
+            # Its processor decodes the prompt, so it needs the tokenizer.
+            images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
             # The second of a pair has not read the prompt.
             routed_experts=alone and bool(args.get("enable_return_routed_experts")),
         )
@@ -66,6 +69,7 @@ class Features:
                 deterministic=result.deterministic and other.deterministic,
                 memory_saver=result.memory_saver and other.memory_saver,
                 version_spans=result.version_spans and other.version_spans,
+                images=result.images and other.images,
                 routed_experts=result.routed_experts and other.routed_experts,
             )
         return result
@@ -78,6 +82,8 @@ class Features:
             offered.add(Capability.VERSION_SPANS)
         if self.memory_saver or setup.device == "cpu":
             offered.add(Capability.SLEEP)
+        if self.images:
+            offered.add(Capability.IMAGES)
         if self.routed_experts:
             offered.add(Capability.ROUTED_EXPERTS)
         return frozenset(offered)

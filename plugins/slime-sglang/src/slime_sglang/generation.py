@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import VersionSpan
 from slime_sglang.experts import ExpertSizes
+from slime_sglang.image_data import ImageTokens, encoded
 
 INITIAL: Final = "default"
 """SGLang's word for the weights that it started with."""
@@ -92,6 +93,8 @@ class Running:
     """A request, and its answer so far."""
 
     request: GenerateRequest
+    image_tokens: ImageTokens | None = None
+    """Of the model, for a request with images."""
     rid: str = ""
     """Of the part that is on a server."""
     part: int = 0
@@ -144,7 +147,7 @@ class Running:
         asked: dict[str, Any] = {}
         if self.asks_experts:
             asked = {"return_routed_experts": True, "routed_experts_start_len": self.experts_from}
-        return {
+        body: dict[str, Any] = {
             "rid": self.rid,
             "input_ids": np.ascontiguousarray(tokens),
             "sampling_params": params,
@@ -152,6 +155,10 @@ class Running:
             "logprob_start_len": -1,
             **asked,
         }
+        if self.image_tokens is not None:
+            body["input_ids"] = np.ascontiguousarray(self.image_tokens.collapsed(tokens))
+            body["image_data"] = encoded(request.images)
+        return body
 
     @property
     def asks_experts(self) -> bool:
@@ -179,6 +186,7 @@ class Running:
             pairs = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
             spans = spans_of(meta, len(pairs))
             cached = int(meta.get("cached_tokens", 0))
+            prompt_tokens = int(meta["prompt_tokens"]) if self.image_tokens is not None else None
             routed = []
             if self.asks_experts and experts is not None and pairs:
                 # The last token was sampled and not read.
@@ -192,6 +200,13 @@ class Running:
                 f"{str(reply)[:300]}"
             ) from error
         self._check(pairs, spans, expected_version, vocab_size, server)
+        sent = len(self.request.token_ids) + len(self.token_ids)
+        if prompt_tokens is not None and prompt_tokens != sent and reason is not FinishReason.ABORT:
+            raise EngineRefused(
+                f"{server}: it read {prompt_tokens} tokens where request {self.request.request_id} has {sent}: it makes other "
+                "features of the images than the run does, or reads the prompt's text anew. Use the run's model folder for it, "
+                "and do not switch SGLANG_MM_AVOID_RETOKENIZE off."
+            )
         offset = len(self.token_ids)
         self.token_ids += [token for _, token in pairs]
         self.log_probs += [log_prob for log_prob, _ in pairs]
@@ -242,6 +257,8 @@ class Running:
         at its own tokens only: as many as may belong to one are written again."""
         longest = max((len(text) for text in self.request.sampling.stop), default=0)
         keep = max(0, len(self.token_ids) - longest)
+        if self.image_tokens is not None:
+            keep = min(keep, self.image_tokens.first_in(self.token_ids))
         del self.token_ids[keep:], self.log_probs[keep:]
         self.spans = [
             VersionSpan(version=span.version, start=span.start, end=min(span.end, keep))

@@ -15,6 +15,7 @@ import aiohttp
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
+from slime_sglang.image_data import ImageTokens
 from slime_sglang.plugin import server_options
 from slime_sglang.process import ServerProcess, address_of, free_port
 
@@ -103,6 +104,9 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options |= {"nnodes": setup.num_nodes, "node_rank": setup.node_rank, "dist_init_addr": setup.rendezvous}
     if on_cpu:
         options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
+        if ImageTokens.of(setup.model_path) is not None:
+            # The other one is made with torchvision, for which there is a stand-in.
+            options["disable_fast_image_processor"] = True
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
@@ -129,6 +133,9 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) ->
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # By default it closes connections that were idle for five seconds, even where a request has just arrived on one.
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
+    # It keeps what the vision tower made of an image by the image alone, over new weights, and no flush forgets it.
+    environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
     if setup.device == "cpu":
         # One thread a process: several on the same cores cost four times the throughput. Without a compiled graph, the
         # first request does not wait for a compiler.

@@ -157,7 +157,9 @@ class Session:
     def _sample(self, branch: Branch, is_cut: bool) -> Sample:
         prompt = self._episode.prompt
         if not np.array_equal(prompt.token_ids, branch.prompt.token_ids):
-            prompt = replace(prompt, text=branch.prompt.text, token_ids=branch.prompt.token_ids, messages=None)
+            prompt = replace(
+                prompt, text=branch.prompt.text, token_ids=branch.prompt.token_ids, messages=None, images=()
+            )
         trajectory = self._episode.trajectory(prompt)
         last = max(number for number, piece in enumerate(branch.pieces) if piece.completion is not None)
         for piece in branch.pieces[1 : last + 1]:

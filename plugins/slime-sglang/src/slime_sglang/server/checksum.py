@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 ACTION: Final = "slime_checksum"
 """Of /weights_checker."""
 QKV: Final = ("q_proj", "k_proj", "v_proj")
+VISION: Final = "visual"
+LEVELS: Final = {"model": "model.language_model", VISION: f"model.{VISION}"}
+WIDTH: Final = "original_intermediate_size"
 GATE_UP: Final = ("gate_proj", "up_proj")
 
 
@@ -38,15 +41,24 @@ def unfused(model: Any) -> Iterator[tuple[str, Tensor]]:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     # Where it is padded, the model's own size is kept under this name.
-    width = getattr(model.config, "original_intermediate_size", None)
+    width = getattr(model.config, WIDTH, None)
+    tower = getattr(getattr(model.config, "vision_config", None), WIDTH, None)
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for own_path, module in model.named_modules():
+        path = published(own_path) if hasattr(model, VISION) else own_path
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             name = f"{path}.{own}"
-            if isinstance(module, QKVParallelLinear):
+            if isinstance(module, QKVParallelLinear) and own_path.startswith(f"{VISION}."):
+                # Vision towers are published with the three in one.
+                yield name.replace(".qkv_proj.", ".qkv."), parameter
+            elif ".linear_fc1." in name and own_path.startswith(f"{VISION}.blocks."):
+                yield name, parameter[:tower]
+            elif name.endswith(".linear_fc2.weight") and own_path.startswith(f"{VISION}.blocks."):
+                yield name, parameter[:, :tower]
+            elif isinstance(module, QKVParallelLinear):
                 sizes = (
                     module.total_num_heads * module.head_size,
                     module.total_num_kv_heads * module.head_size,
@@ -64,6 +76,12 @@ def unfused(model: Any) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter[:, :width] if name.endswith(".down_proj.weight") else parameter
             else:
                 raise NotImplementedError(f"{ACTION}: what {name} is made of is not known")
+
+
+def published(path: str) -> str:
+    """SGLang drops a level of the names of models with a vision tower."""
+    head, dot, rest = path.partition(".")
+    return LEVELS.get(head, head) + dot + rest
 
 
 def parts(

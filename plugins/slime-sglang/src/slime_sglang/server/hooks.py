@@ -18,6 +18,13 @@ from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOOKED_UP: Final = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Of Qwen3.5's layers."""
 KEPT: Final[list[Any]] = []
 """Kernels end with the object that registered them."""
 
@@ -40,6 +47,7 @@ def register_hooks(*, on_cpu: bool) -> None:
         allow_native_attention()
         if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
             HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_in_torch, HookType.AROUND)
+        declare_kernels()
 
 
 def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -77,3 +85,11 @@ def allow_native_attention() -> None:
 def hash_in_torch(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
     """What samplers take for random numbers. SGLang's own is Triton's, or an op of `sgl_kernel`."""
     return murmur_hash32(seed, positions, columns)
+
+
+def declare_kernels() -> None:
+    """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL
+    families. Declared and not defined: calling one fails."""
+    for name in LOOKED_UP:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")

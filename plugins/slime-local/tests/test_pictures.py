@@ -1,0 +1,134 @@
+"""Requests with images, against transformers' own model over the whole sequence."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.contracts.engine import Capability, EngineSetup
+from slime_core.errors import EngineRefused
+from slime_core.image_processor import ImageProcessor
+from slime_core.testing.tiny_model import buckets_of, make_tiny_model, moved
+from slime_core.testing.tiny_vision import (
+    MAX_LENGTH,
+    image_log_probs_of,
+    image_prompt,
+    load_plain_vision,
+    make_tiny_vision_model,
+    noise,
+    with_stand_in,
+)
+from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_local.engine import LocalEngine
+from slime_local.plugin import LocalConfig
+
+IMAGES = [noise(8, 8, 0), noise(20, 9, 1), noise(8, 8, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+def setup_of(folder, run_dir):
+    return EngineSetup(
+        index=0, model_path=folder, device="cpu", seed=0, max_context_len=MAX_LENGTH, max_batch=64, run_dir=run_dir
+    )
+
+
+def request_of(processor, name, *parts, seed=1, tokens=9):
+    prompt = image_prompt(processor, 0, *parts)
+    return GenerateRequest(
+        request_id=name,
+        token_ids=prompt.token_ids,
+        # No early end: every answer has its whole length.
+        sampling=SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens, temperature=1.0),
+        seed=seed,
+        images=prompt.images,
+    )
+
+
+def log_probs_of(plain, processor, request, answer):
+    """(R,) by transformers alone, in float64."""
+    with torch.no_grad():
+        pixels = [processor.pixels(image) for image in request.images]
+        return image_log_probs_of(plain, pixels, request.token_ids, answer).numpy()
+
+
+def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp_path):
+    processor = ImageProcessor(folder)
+    before, after = load_plain_vision(folder), moved(load_plain_vision(folder), seed=5)
+    weights = [{name: p.detach().float() for name, p in model.named_parameters()} for model in (before, after)]
+    before, after = with_stand_in(before), with_stand_in(after)
+
+    async def scenario():
+        engine = LocalEngine(LocalConfig(dtype="float32"))
+        info = await engine.start(setup_of(folder, tmp_path))
+        assert Capability.IMAGES in info.capabilities
+        requests = [
+            request_of(processor, "one", 9, IMAGES[0], 10),
+            # Equal prompts, another seed; and equal tokens under another image.
+            request_of(processor, "again", 9, IMAGES[0], 10, seed=2),
+            request_of(processor, "other", 9, IMAGES[2], 10),
+            request_of(processor, "two", IMAGES[1], 12, IMAGES[0], 13, 14),
+            request_of(processor, "text", 15, 16, 17),
+        ]
+        await engine.pause()
+        for bucket in buckets_of(weights[0], 0, 2):
+            await engine.load_bucket(bucket)
+        await engine.resume()
+        first = await engine.generate(requests)
+        # Weights change under running answers: keys and values are computed anew, of the images too.
+        running = asyncio.create_task(engine.generate([replace(r, request_id=r.request_id + "-2") for r in requests]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await engine.pause()
+        for bucket in buckets_of(weights[1], 1, 2):
+            await engine.load_bucket(bucket)
+        await engine.resume()
+        second = await running
+        # As a partial rollout goes on: the tokens so far belong to the request.
+        going = [
+            replace(
+                request,
+                request_id=request.request_id + "-3",
+                token_ids=np.concatenate([request.token_ids, answer.token_ids[:4]]),
+                sampling=SamplingParams(max_new_tokens=5, min_new_tokens=5),
+            )
+            for request, answer in zip(requests, second, strict=True)
+        ]
+        third = await engine.generate(going)
+        short = replace(requests[3], request_id="short", token_ids=requests[3].token_ids[:3])
+        with pytest.raises(EngineRefused, match="2 image tokens, and its images have 3"):
+            await engine.generate([short])
+        await engine.stop()
+        return requests, first, second, third
+
+    requests, first, second, third = asyncio.run(scenario())
+    models = {0: before, 1: after}
+    for answers in (first, second):
+        for request, answer in zip(requests, answers, strict=True):
+            for version, start, end in answer.spans:
+                wanted = log_probs_of(models[version], processor, request, answer.token_ids)
+                np.testing.assert_allclose(answer.log_probs[start:end], wanted[start:end], atol=2e-4)
+    assert {span.version for answer in second for span in answer.spans} == {0, 1}
+    for request, start, answer in zip(requests, second, third, strict=True):
+        whole = np.concatenate([start.token_ids[:4], answer.token_ids])
+        np.testing.assert_allclose(answer.log_probs, log_probs_of(after, processor, request, whole)[4:], atol=2e-4)
+    # Another image gives other numbers, and equal prompts are computed once.
+    assert np.abs(first[0].log_probs[0] - first[2].log_probs[0]) > 1e-3
+    assert [answer.cached_tokens > 0 for answer in first] == [False, True, False, False, False]
+
+
+def test_a_model_of_text_refuses_images(folder, tmp_path):
+    async def scenario():
+        engine = LocalEngine(LocalConfig())
+        info = await engine.start(setup_of(make_tiny_model(tmp_path / "text"), tmp_path))
+        assert Capability.IMAGES not in info.capabilities
+        with pytest.raises(EngineRefused, match="has images, and Qwen3ForCausalLM takes none"):
+            await engine.generate([request_of(ImageProcessor(folder), "one", IMAGES[0])])
+        await engine.stop()
+
+    asyncio.run(scenario())

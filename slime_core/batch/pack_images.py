@@ -1,0 +1,95 @@
+"""Images of a shard to what a micro-batch carries: pixels of each distinct one, and which token stands for what.
+
+Legend: N packed tokens, K tokens of a prompt that stand for images.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+
+from slime_core.errors import DataError
+from slime_core.image_processor import ImageProcessor, Pixels
+from slime_core.types.batch import Batch, Int64
+from slime_core.types.image import Image
+from slime_core.types.microbatch import MicroImages
+
+CACHE_BYTES: Final = 2 << 30
+
+
+class PixelCache:
+    """Pixels of the images that were wanted last: scoring and training of a step want the same ones."""
+
+    def __init__(self, load: Callable[[], ImageProcessor], *, limit: int = CACHE_BYTES) -> None:
+        """`load` is called when the first image comes."""
+        self._load = load
+        self._limit = limit
+        self._processor: ImageProcessor | None = None
+        self._held: OrderedDict[bytes, Pixels] = OrderedDict()
+        self._size = 0
+
+    @property
+    def processor(self) -> ImageProcessor:
+        if self._processor is None:
+            self._processor = self._load()
+        return self._processor
+
+    def pixels(self, data: bytes) -> Pixels:
+        found = self._held.get(data)
+        if found is None:
+            found = self._held[data] = self.processor.pixels(Image(data=data))
+            self._size += found.values.nbytes
+            while self._size > self._limit and len(self._held) > 1:
+                self._size -= self._held.popitem(last=False)[1].values.nbytes
+        self._held.move_to_end(data)
+        return found
+
+
+def pack_images(batch: Batch, samples: Int64, cache: PixelCache | None) -> MicroImages | None:
+    """Of these samples, packed in this order. None if they have no images. DataError if a prompt's image tokens are not
+    as many as its images have features."""
+    images = batch.images
+    if images is None or not images.counts[samples].any():
+        return None
+    if cache is None:
+        raise ValueError("a batch with images needs the image processor of the model's folder")
+    pixels: dict[int, Pixels] = {}
+    first: dict[int, int] = {}
+    features = 0
+    of_tokens = []
+    for sample in samples.tolist():
+        rows = [np.empty(0, np.int64)]
+        for number in images.of_sample(sample).tolist():
+            if number not in pixels:
+                pixels[number] = cache.pixels(images.encoded(number))
+                first[number] = features
+                features += pixels[number].num_tokens
+            rows.append(first[number] + np.arange(pixels[number].num_tokens))
+        of_tokens.append(token_features(batch, sample, np.concatenate(rows), cache.processor.token_id))
+    return MicroImages(
+        pixel_values=torch.from_numpy(np.concatenate([image.values for image in pixels.values()])),
+        grid_thw=torch.from_numpy(np.stack([image.grid_thw for image in pixels.values()])),
+        feature_of_token=torch.from_numpy(np.concatenate(of_tokens)),
+    )
+
+
+def token_features(batch: Batch, sample: int, rows: Int64, token_id: int) -> Int64:
+    """(T,) of one sample: its image tokens stand for the K `rows`, in order; -1 elsewhere. What the model wrote stands for
+    itself, image tokens too."""
+    start, prompt_length = batch.token_offsets[sample], int(batch.prompt_length[sample])
+    of_token = np.full(int(batch.total_length[sample]), -1, np.int64)
+    places = np.flatnonzero(batch.tokens[start : start + prompt_length] == token_id)
+    if not len(rows):
+        # A prompt without images may have the token as any other.
+        return of_token
+    if len(places) != len(rows):
+        raise DataError(
+            f"sample {batch.index[sample]}: its prompt has {len(places)} image tokens, and its images have {len(rows)} "
+            "features: they were rendered with another image processor than this model's."
+        )
+    of_token[places] = rows
+    return of_token

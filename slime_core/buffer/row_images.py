@@ -1,0 +1,119 @@
+"""Images of a row: read from what a data file holds, and given their places in its messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from slime_core.errors import DataError
+from slime_core.image_processor import read_image
+from slime_core.types.image import Image
+from slime_core.types.prompt import Message
+
+KIND: Final = "image"
+PLACEHOLDER: Final = "<image>"
+"""Where an image belongs in a message's text."""
+LONGEST_PATH: Final = 4096
+"""A longer string is no path."""
+
+
+def row_images(row: Mapping[str, Any], key: str, origin: str, folder: Path | None) -> tuple[Image, ...]:
+    """The images in column `key`: one, or a list. DataError names the row, and the image that cannot be read."""
+    value = row.get(key)
+    if value is None:
+        return ()
+    entries = value if isinstance(value, list | tuple) else [value]
+    images = []
+    for number, entry in enumerate(entries):
+        place = f'{origin}: image {number} of "{key}"'
+        data, name = encoded(entry, place, folder)
+        images.append(read_image(data, f"{place}{name}"))
+    return tuple(images)
+
+
+def encoded(entry: Any, place: str, folder: Path | None) -> tuple[bytes, str]:
+    """The bytes of one image, and what to call it beside its place."""
+    if isinstance(entry, Mapping):
+        # As the datasets library writes them.
+        given = entry.get("bytes") if entry.get("bytes") is not None else entry.get("path")
+        if given is None:
+            raise DataError(
+                f'{place}: an object with neither "bytes" nor "path"; it has {", ".join(entry) or "no keys"}'
+            )
+        entry = given
+    if isinstance(entry, bytes | bytearray):
+        return bytes(entry), ""
+    if not isinstance(entry, str) or not entry:
+        raise DataError(
+            f"{place}: a path, bytes, base64, a data URL or an object with bytes or path; found {entry!r:.60}"
+        )
+    if entry.startswith("data:"):
+        head, comma, body = entry.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise DataError(f"{place}: a data URL must say ;base64; found {entry[:40]!r}")
+        return from_base64(body, place), ""
+    if "://" in entry[:16] and not entry.startswith("file://"):
+        raise DataError(f"{place}: {entry[:100]}: images are read from files alone; download it, and name the file")
+    path = Path(entry.removeprefix("file://"))
+    if folder is not None and not path.is_absolute():
+        path = folder / path
+    if len(entry) <= LONGEST_PATH:
+        try:
+            return path.read_bytes(), f" ({path})"
+        except (OSError, ValueError) as error:
+            if Path(entry).suffix or not looks_like_base64(entry):
+                raise DataError(f"{place}: {path} cannot be read: {error}") from error
+    return from_base64(entry, place), ""
+
+
+def looks_like_base64(text: str) -> bool:
+    try:
+        return len(base64.b64decode(text, validate=True)) > 0
+    except binascii.Error:
+        return False
+
+
+def from_base64(text: str, place: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{place}: neither a path nor valid base64: {error}") from error
+
+
+def with_images(messages: Sequence[Message], num_images: int, origin: str) -> list[Message]:
+    """The messages with a content part for every image: where `<image>` stands in a text, or where a part of type image
+    already is. DataError if there are not exactly as many places as images."""
+    placed: list[Message] = [{**message, "content": parts_of(message.get("content"), origin)} for message in messages]
+    places = sum(part.get("type") == KIND for m in placed if isinstance(m["content"], list) for part in m["content"])
+    if places != num_images:
+        raise DataError(
+            f"{origin}: {num_images} images, and {places} places for them in the messages: write {PLACEHOLDER} where each "
+            "belongs"
+        )
+    return placed
+
+
+def parts_of(content: Any, origin: str) -> Any:
+    """A text without `<image>` stays a text: templates differ in what they make of a list of parts."""
+    if isinstance(content, str):
+        texts = content.split(PLACEHOLDER)
+        if len(texts) == 1:
+            return content
+        parts: list[dict[str, Any]] = []
+        for number, text in enumerate(texts):
+            if number:
+                parts.append({"type": KIND})
+            if text:
+                parts.append({"type": "text", "text": text})
+        return parts
+    if isinstance(content, list):
+        held = [part for part in content if isinstance(part, Mapping) and part.get("type") == KIND and len(part) > 1]
+        if held:
+            raise DataError(
+                f'{origin}: a message holds an image itself ({", ".join(held[0])}): write {{"type": "image"}} there, and put '
+                "the image into the column that --multimodal-keys names"
+            )
+    return content

@@ -1,0 +1,111 @@
+"""ImageProcessor: what a model folder says of images: how many tokens one is, and its pixels."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.errors import DataError, ModelError
+from slime_core.model_folder import read_model_config
+from slime_core.types.image import Image
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+FILE: Final = "preprocessor_config.json"
+ORIENTATION: Final = 0x0112
+"""EXIF's tag of the side that is up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """One image as a vision tower takes it, in the layout of the Qwen-VL family."""
+
+    values: npt.NDArray[np.float32]
+    """(patches, values of a patch)"""
+    grid_thw: npt.NDArray[np.int64]
+    """(3,) frames, rows and columns of patches."""
+    num_tokens: int
+    """Features that the language model gets of it."""
+
+
+class ImageProcessor:
+    """transformers' image processor of a model folder, and the token that stands for an image's features."""
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        """ModelError if the model takes no images, or its folder lacks what says how."""
+        config = read_model_config(folder)
+        token_id = config.get("image_token_id")
+        if "vision_config" not in config or token_id is None:
+            raise ModelError(
+                f"{folder}: a model of type {config.get('model_type')} takes no images (config.json has no vision_config "
+                "with an image_token_id). Use a model of the Qwen-VL family, or leave out --multimodal-keys."
+            )
+        if not (folder / FILE).is_file() and not (folder / "processor_config.json").is_file():
+            raise ModelError(f"{folder}: no {FILE} in it, which says how images become pixels. Copy it there.")
+        # The name that transformers exports asks for torchvision; without it, this one takes the processor made with PIL.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{folder}: its image processor cannot be loaded: {error}") from error
+        if not hasattr(self._processor, "merge_size") or not hasattr(self._processor, "get_number_of_image_patches"):
+            raise ModelError(
+                f"{folder}: {type(self._processor).__name__} does not cut images into patches as the Qwen-VL family does; "
+                "other models with images are not supported."
+            )
+        self.token_id = int(token_id)
+        self._patches_of_token = int(self._processor.merge_size) ** 2
+
+    def num_tokens(self, image: Image) -> int:
+        """Of an image that `read_image` gave; from its size alone."""
+        width, height = opened(image).size
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise DataError(f"{image.name}: an image of {width} x {height} pixels: {error}") from error
+        return int(patches) // self._patches_of_token
+
+    def pixels(self, image: Image) -> Pixels:
+        output = self._processor(images=[opened(image).convert("RGB")], return_tensors="np")
+        grid = np.asarray(output["image_grid_thw"], np.int64)[0]
+        return Pixels(
+            values=np.asarray(output["pixel_values"], np.float32),
+            grid_thw=grid,
+            num_tokens=int(grid.prod()) // self._patches_of_token,
+        )
+
+
+def opened(image: Image) -> PIL.Image.Image:
+    import PIL.Image
+
+    return PIL.Image.open(io.BytesIO(image.data))
+
+
+def read_image(data: bytes, name: str) -> Image:
+    """Decodes it once, so that whoever computes its pixels later can. One that its camera held otherwise is turned upright
+    here: engines and trainers would each do it their own way. DataError if it is no image, or a damaged one."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+            if picture.getexif().get(ORIENTATION, 1) != 1:
+                upright = io.BytesIO()
+                PIL.ImageOps.exif_transpose(picture).save(upright, format="PNG")
+                data = upright.getvalue()
+    except PIL.UnidentifiedImageError:
+        raise DataError(f"{name}: {len(data)} bytes that are no image; they begin with {data[:12]!r}") from None
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        # A damaged PNG is a SyntaxError to Pillow.
+        raise DataError(f"{name}: the image cannot be decoded: {error}") from error
+    return Image(data=data, name=name)
