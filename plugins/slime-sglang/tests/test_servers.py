@@ -73,7 +73,7 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
             require_close(new.double(), request, answer)
 
         # Workers leave and come back while the router runs.
-        router, server = engine._router, engine._servers[1]
+        router, server = engine._fleet.router, engine._fleet.servers[1]
         await router.remove(server)
         assert server.address not in await router.workers()
         assert len(await engine.generate(requests)) == len(requests)
