@@ -39,6 +39,7 @@ rollout_batch_size = 2
 n_samples_per_prompt = 2
 rollout_max_response_len = 4
 ahead = 2
+max_staleness = 4
 dump_rollouts = true
 [train]
 num_rollout = 4
@@ -124,7 +125,8 @@ def agent_of(folder: Path) -> Agent:
 
 
 def test_what_was_pushed_before_a_checkpoint_is_not_asked_for_again(folder: Path) -> None:
-    """Two groups of the steps to come are half answered when the first step is saved; then the run is stopped."""
+    """Two groups of the steps to come are half answered when the first step is saved; then the run is stopped. Nothing is too
+    old for training here: that would be a reason to ask again."""
     agent, early = agent_of(folder), {"train-4", "train-6"}
 
     def holds(ticket: str) -> bool:
