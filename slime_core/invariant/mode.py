@@ -58,6 +58,22 @@ def softmax_over(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return log_softmax_over(x, dim, half_to_float).exp()
 
 
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With the means and inverse deviations that its backward reads."""
+    if len(shape) != 1:
+        raise ModelError(f"true_on_policy_mode: a layer norm over {len(shape)} dimensions; only one is computed.")
+    wide = widened(x)
+    mean = mean_over(wide, [-1], True)
+    centred = wide - mean
+    rstd = (mean_over(centred * centred, [-1], True) + eps).rsqrt()
+    out = centred * rstd
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype), mean, rstd
+
+
 def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -88,13 +104,14 @@ def power(x: Tensor, exponent: float) -> Tensor:
     raise ModelError(f"true_on_policy_mode: a power of {exponent}; only squares and cubes are computed.")
 
 
-REPLACED: Final[dict[Any, Callable[..., Tensor]]] = {
+REPLACED: Final[dict[Any, Callable[..., Any]]] = {
     aten.mm.default: multiply,
     aten.addmm.default: add_product,
     aten.bmm.default: multiply_each,
     aten.sum.dim_IntList: sum_over,
     aten.mean.dim: mean_over,
     aten.logsumexp.default: log_sum_exp_over,
+    aten.native_layer_norm.default: layer_norm,
     aten._log_softmax.default: log_softmax_over,
     aten._softmax.default: softmax_over,
     aten.sigmoid.default: sigmoid,

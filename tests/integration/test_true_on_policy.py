@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from slime_core.batch.pack import pack_micro_batch
 from slime_core.contracts.backend import TrainBackend
@@ -295,6 +297,26 @@ def test_bfloat16_engine_and_trainer(model: Path) -> None:
     batch = batch_of(requests(), answers)
     backend = trainer_of(model, precision="bfloat16")
     assert bits(scores(backend, batch, SPLITS[0])) == bits(batch.rollout_log_probs)
+    backend.close()
+
+
+def test_a_model_with_biases_layer_norms_and_a_window(model: Path, tmp_path: Path) -> None:
+    config = Starcoder2Config(
+        vocab_size=25, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=6, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    network = Starcoder2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    network.save_pretrained(tmp_path)
+    for file in model.glob("token*"):
+        shutil.copy(file, tmp_path)
+    batch = batch_of(requests(), generate(tmp_path, [requests()]).completions)
+    backend = trainer_of(tmp_path)
+    assert bits(scores(backend, batch, SPLITS[1])) == bits(batch.rollout_log_probs)
     backend.close()
 
 

@@ -107,6 +107,21 @@ def test_activations_do_not_depend_on_where_an_element_stands(name):
     assert torch.allclose(whole, function(x), rtol=1e-5, atol=1e-6)
 
 
+def test_layer_norm():
+    x, weight, bias = (random(*shape, seed=n).requires_grad_() for n, shape in enumerate([(70, 33), (33,), (33,)]))
+    with InvariantKernels():
+        whole = torch.nn.functional.layer_norm(x, (33,), weight, bias)
+        alone = torch.nn.functional.layer_norm(x[69:], (33,), weight, bias)
+    assert same_bits(alone[0], whole[69])
+    whole.square().sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    expected = torch.nn.functional.layer_norm(wide[0], (33,), *wide[1:])
+    expected.square().sum().backward()
+    assert torch.allclose(whole.double(), expected, atol=1e-5)
+    for got, want in zip((x, weight, bias), wide, strict=True):
+        assert torch.allclose(got.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_an_operation_without_a_kernel_is_refused_by_name():
     x = random(3, 4)
     with InvariantKernels(), pytest.raises(ModelError, match=r"the model computes aten\.cumsum\.default"):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -17,26 +15,22 @@ import xxhash
 from slime_core.contracts.engine import EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
-from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.weights import Bucket
 from slime_sglang.buckets import BucketOrder, payload
-from slime_sglang.connection import Connection, ConnectionLost, allow_connections, new_pool
+from slime_sglang.connection import Connection, ConnectionLost
 from slime_sglang.experts import ExpertSizes
-from slime_sglang.external import connect_external
 from slime_sglang.features import Features
-from slime_sglang.generation import RequestIds, Running, version_of
+from slime_sglang.fleet import Fleet
+from slime_sglang.generation import RequestIds, Running
 from slime_sglang.image_data import ImageTokens
-from slime_sglang.launching import start_server
-from slime_sglang.process import ServerProcess
-from slime_sglang.router import Router, WorkerRole, start_router
+from slime_sglang.request_check import RequestCheck, vocab_size_of
 from slime_sglang.scoring import score_body, scored
 from slime_sglang.server.checksum import ACTION
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
 
-WATCH_S: Final = 0.25
-"""How often the engine looks whether its processes live."""
 ABORT_AGAIN_S: Final = 0.02
 """An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
 time."""
@@ -45,8 +39,6 @@ ROUNDS: Final = 2
 """Of aborts by id. SGLang passes on one abort for each id, and if that one came before its request, it is lost; after so
 many, all is aborted, and what was not meant is sent again."""
 PAUSE_POLL_S: Final = 0.005
-FLUSH_TRIES: Final = 60
-"""One a second: SGLang refuses while anything runs."""
 
 
 class SglangEngine(RolloutEngine):
@@ -60,13 +52,7 @@ class SglangEngine(RolloutEngine):
     def __init__(self, config: SglangOptions) -> None:
         self._config = config
         self._setup: EngineSetup | None = None
-        self._pool: aiohttp.ClientSession | None = None
-        self._servers: list[Connection] = []
-        self._roles: list[WorkerRole] = []
-        # To paired servers sglang-router passes on the token that it was asked with itself.
-        self._common_token = secrets.token_urlsafe(24) if config.prefill_servers else None
-        self._processes: list[ServerProcess] = []
-        self._router: Router | None = None
+        self._fleet = Fleet(config)
         self._features = Features()
         self._vocab_size = 0
         self._image_tokens: ImageTokens | None = None
@@ -76,7 +62,6 @@ class SglangEngine(RolloutEngine):
         self._running: dict[str, Running] = {}
         self._load: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[Completion]] = set()
-        self._watch: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
@@ -95,85 +80,40 @@ class SglangEngine(RolloutEngine):
         self._setup = setup
         self._open = asyncio.Event()
         self._open.set()
-        allow_connections(setup.max_batch, self._name)
-        self._pool = new_pool()
         try:
-            await self._start_servers(setup, self._pool)
+            await self._fleet.start(setup)
             if setup.node_rank:
-                self._watch = asyncio.create_task(self._watch_processes(), name=f"engine-{setup.index}-watch")
-                return EngineInfo(capabilities=frozenset(), pid=self._processes[0].pid)
+                self._fleet.watch(self._fail)
+                return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
             self._image_tokens = ImageTokens.of(setup.model_path)
             # A server that is one half of a pair answers no request alone.
             pairs = bool(self._config.prefill_servers)
-            found = [await Features.of(server, setup, alone=not pairs) for server in self._servers]
+            found = [await Features.of(server, setup, alone=not pairs) for server in self._fleet.servers]
             self._features = found[0].common(found[1:])
             if self._config.pause_mode != "abort" and not self._features.version_spans:
                 raise EngineError(
                     f'{self._name}: engine.pause_mode = "{self._config.pause_mode}" needs a server that reports versions by '
                     f"token span; SGLang {self._features.sglang_version} does not. Use abort."
                 )
-            if self._config.router_policy != "none":
-                self._router = await start_router(
-                    self._config, setup, self._pool, self._servers, self._roles, common_token=self._common_token
-                )
-                self._processes.append(self._router.process)
+            self._check = RequestCheck(
+                vocab_size=self._vocab_size,
+                features=self._features,
+                image_tokens=self._image_tokens,
+                tells_experts=self._experts is not None,
+            )
+            await self._fleet.start_router(setup)
         except BaseException:
             await self.stop()
             raise
-        self._watch = asyncio.create_task(self._watch_processes(), name=f"engine-{setup.index}-watch")
-        entrance = self._servers[0] if self._router is None else self._router.connection
+        self._fleet.watch(self._fail)
         return EngineInfo(
             capabilities=self._features.capabilities(self._config, setup),
-            address=entrance.address,
-            token=entrance.token,
-            pid=self._processes[0].pid if self._processes else None,
+            address=self._fleet.entrance.address,
+            token=self._fleet.entrance.token,
+            pid=self._fleet.pid,
         )
-
-    async def _start_servers(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> None:
-        if self._config.external_engine_addrs:
-            if setup.num_nodes > 1:
-                raise EngineError(
-                    f"{self._name}: where the devices of external servers are is theirs to know. Leave "
-                    "launcher.rollout_num_gpus_per_engine out."
-                )
-            self._servers = connect_external(self._config, setup, pool)
-            self._roles = [WorkerRole()] * len(self._servers)
-            return
-        starting = [
-            asyncio.create_task(start_server(self._config, setup, place, pool, common_token=self._common_token))
-            for place in range(self._config.servers)
-        ]
-        try:
-            await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
-            for outcome in await asyncio.gather(*starting, return_exceptions=True):
-                if not isinstance(outcome, BaseException):
-                    self._servers.append(outcome.connection)
-                    self._roles.append(self._role_of(len(self._roles), outcome.bootstrap_port))
-                    self._processes.append(outcome.process)
-
-    def _role_of(self, place: int, bootstrap_port: int | None) -> WorkerRole:
-        if not self._config.prefill_servers:
-            return WorkerRole()
-        return WorkerRole("prefill" if place < self._config.prefill_servers else "decode", bootstrap_port)
-
-    async def _watch_processes(self) -> None:
-        """A process that dies ends every request at once, whatever its connections say."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            for process in self._processes:
-                if process.exit_code is not None:
-                    self._fail(
-                        EngineError(
-                            f"{self._name}: its process {process.pid} {process.ending}. Last lines of {process.log}:\n"
-                            f"{process.last_lines()}"
-                        )
-                    )
-                    return
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure
@@ -184,15 +124,7 @@ class SglangEngine(RolloutEngine):
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
         if self._failure is None and self._setup is not None:
             self._fail(EngineError(f"{self._name} was stopped."))
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
-            await asyncio.wait([watch])
-        processes, self._processes = self._processes, []
-        await asyncio.gather(*(process.stop() for process in processes))
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.close()
+        await self._fleet.stop()
 
     async def health(self) -> None:
         """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
@@ -202,20 +134,16 @@ class SglangEngine(RolloutEngine):
         before = self._pauses
         if not (self._paused or self._absent):
             try:
-                await self._ask_health("/health_generate")
+                await self._fleet.ask_health("/health_generate")
                 return
             except EngineError:
+                self._ready()
                 # A pause ends the token that it asked for.
                 if not self._paused and self._pauses == before:
                     raise
-        await self._ask_health("/server_info")
-
-    async def _ask_health(self, path: str) -> None:
         try:
-            await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self._servers))
+            await self._fleet.ask_health("/server_info")
         except EngineError:
-            # Of a process that has just died, its end is told, rather than what its connections say.
-            await asyncio.sleep(2 * WATCH_S)
             self._ready()
             raise
 
@@ -256,7 +184,8 @@ class SglangEngine(RolloutEngine):
         setup = self._ready()
         if self._absent:
             raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
-        self._check(requests)
+        if problem := self._check.problem(requests, self._running):
+            raise EngineRefused(f"{self._name}: {problem}")
         runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
         self._running |= {run.request.request_id: run for run in runs}
         tasks = [asyncio.create_task(self._serve(run, setup)) for run in runs]
@@ -269,43 +198,6 @@ class SglangEngine(RolloutEngine):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.difference_update(tasks)
-
-    def _check(self, requests: Sequence[GenerateRequest]) -> None:
-        for params in {request.sampling for request in requests}:
-            problem = sampling_problem(params, self._vocab_size, self._features)
-            if problem:
-                raise EngineRefused(f"{self._name}: {problem}.")
-        counts = Counter(request.request_id for request in requests)
-        twice = [name for name, count in counts.items() if count > 1 or name in self._running]
-        if twice:
-            raise EngineRefused(
-                f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
-            )
-        for request in requests:
-            if request.images:
-                self._check_images(request)
-            if request.routed_experts_from is not None and self._experts is None:
-                raise EngineRefused(
-                    f"{self._name}: request {request.request_id} asks for expert ids; the engine was started without them."
-                )
-            tokens = request.token_ids
-            if not len(tokens):
-                raise EngineRefused(
-                    f"{self._name}: request {request.request_id} has no tokens; a prompt needs at least one."
-                )
-            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-                raise EngineRefused(
-                    f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
-                    f"{self._vocab_size}. Prompt and engine must use one tokenizer."
-                )
-
-    def _check_images(self, request: GenerateRequest) -> None:
-        if self._image_tokens is None or not self._features.images:
-            raise EngineRefused(
-                f"{self._name}: request {request.request_id} has images, and its servers take none with this model."
-            )
-        if problem := self._image_tokens.problem(request):
-            raise EngineRefused(f"{self._name}: {problem}.")
 
     async def _serve(self, run: Running, setup: EngineSetup) -> Completion:
         """The whole answer, over as many parts as publishes break it into."""
@@ -353,12 +245,8 @@ class SglangEngine(RolloutEngine):
 
     async def _ask_once(self, run: Running, room: int) -> FinishReason:
         session = run.request.session_id
-        place = 0
-        if self._router is not None:
-            server = self._router.connection
-        else:
-            place = self._place(session)
-            server = self._servers[place]
+        place = self._place(session)
+        server = self._at(place)
         # In abort mode no weights change while a request runs.
         expected = self._version if self._config.pause_mode == "abort" else None
         headers = None if session is None else {"X-SMG-Routing-Key": session}
@@ -387,7 +275,7 @@ class SglangEngine(RolloutEngine):
         if self._absent:
             raise EngineRefused(f"{self._name}: score while asleep; call wake first.")
         asked = [
-            self._score(place % len(self._servers), tokens, count)
+            self._score(place % len(self._fleet.servers), tokens, count)
             for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
         ]
         return list(await asyncio.gather(*asked))
@@ -395,16 +283,21 @@ class SglangEngine(RolloutEngine):
     async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
         if not count:
             return np.empty(0, np.float32)
-        server = self._servers[place] if self._router is None else self._router.connection
+        server = self._at(place)
         rid = self._rids.next_for("score")
         reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
         return scored(reply, tokens, count, server.name)
 
+    def _at(self, place: int) -> Connection:
+        return self._fleet.servers[place] if self._fleet.router is None else self._fleet.entrance
+
     def _place(self, session: str | None) -> int:
-        """The server with the least requests; a session stays where it was."""
+        """The server with the least requests; a session stays where it was. A router chooses by itself."""
+        if self._fleet.router is not None:
+            return 0
         if session is not None:
-            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._servers)
-        return min(range(len(self._servers)), key=lambda place: self._load[place])
+            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._fleet.servers)
+        return min(range(len(self._fleet.servers)), key=lambda place: self._load[place])
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
@@ -432,7 +325,7 @@ class SglangEngine(RolloutEngine):
                 # What was not meant goes on as after a pause.
                 self._sweeps += 1
                 calls = [{"abort_all": True}]
-            await asyncio.gather(*(self._post_all("/abort_request", call) for call in calls))
+            await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
             waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
             await asyncio.wait(waits, timeout=patience)
             patience = min(2 * patience, LONGEST_S)
@@ -452,7 +345,7 @@ class SglangEngine(RolloutEngine):
         self._open.clear()
         if self._config.pause_mode == "abort":
             await self._break_off_all()
-        await self._post_all("/pause_generation", {"mode": self._config.pause_mode})
+        await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
 
     async def _break_off_all(self) -> None:
         """Ends all parts that are on servers; their requests stay."""
@@ -463,7 +356,7 @@ class SglangEngine(RolloutEngine):
                 raise EngineError(
                     f"{self._name}: {sum(self._load.values())} requests have not ended for a pause in time."
                 )
-            await self._post_all("/abort_request", {"abort_all": True})
+            await self._fleet.post("/abort_request", {"abort_all": True})
             for _ in range(20):
                 if not any(self._load.values()):
                     break
@@ -476,7 +369,7 @@ class SglangEngine(RolloutEngine):
             raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
         if not self._paused:
             return
-        await self._post_all("/continue_generation", {})
+        await self._fleet.post("/continue_generation", {})
         self._paused = False
         self._open.set()
 
@@ -487,7 +380,7 @@ class SglangEngine(RolloutEngine):
             raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
         self._order.check(bucket)
         self._order.incomplete = True
-        await asyncio.gather(*(self._send(server, bucket) for server in self._servers))
+        await asyncio.gather(*(self._send(server, bucket) for server in self._fleet.servers))
         self._order.loaded(bucket)
         if bucket.last:
             await self.version_loaded(bucket.version)
@@ -503,60 +396,34 @@ class SglangEngine(RolloutEngine):
             }
             if bucket.last:
                 body["weight_version"] = str(bucket.version)
-            await self.control(server, "/update_weights_from_tensor", body)
+            await self._fleet.post_to(server, "/update_weights_from_tensor", body)
 
     async def version_loaded(self, version: int) -> None:
         """A transport has brought all of a version, and told the servers its number: drops cached prefixes of the
         versions before. EngineError if a server has another version."""
         self._order.incomplete = False
         self._version = version
-        flushed = self._servers if self._config.pause_mode == "abort" else ()
-        held, *_ = await asyncio.gather(self._versions(), *(self._flush(server) for server in flushed))
+        flushes = [self._fleet.flush()] if self._config.pause_mode == "abort" else []
+        held, *_ = await asyncio.gather(self._fleet.versions(), *flushes)
         if set(held) != {version}:
             self._order.incomplete = True
             raise EngineError(f"{self._name}: version {version} was loaded, but its servers say {held}.")
 
-    async def _flush(self, server: Connection) -> None:
-        for attempt in range(FLUSH_TRIES):
-            try:
-                await server.ask("POST", "/flush_cache", {}, timeout_s=self._config.control_timeout)
-                return
-            except EngineError as error:
-                if "status 400" not in str(error) or attempt == FLUSH_TRIES - 1:
-                    raise
-            await asyncio.sleep(1.0)
-
     async def version(self) -> int:
         """As the servers say. EngineError if they differ, or hold what this run has not given them."""
         self._ready()
-        held = await self._versions()
+        held = await self._fleet.versions()
         if len(set(held)) > 1:
             raise EngineError(f"{self._name}: its servers have different versions: {held}.")
         if self._version >= 0 and held[0] != self._version and not self._order.incomplete:
             raise EngineError(f"{self._name}: it was given version {self._version}, but its servers say {held[0]}.")
         return held[0]
 
-    async def _versions(self) -> list[int]:
-        answers = await asyncio.gather(
-            *(server.get("/model_info", timeout_s=self._config.control_timeout) for server in self._servers)
-        )
-        held = []
-        for server, answer in zip(self._servers, answers, strict=True):
-            try:
-                held.append(version_of(answer["weight_version"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise EngineError(
-                    f"{server.name}: /model_info names no version that slime has given: {answer}"
-                ) from error
-        return held
-
     async def checksum(self) -> str:
         """Of the tensors as they are in the servers' memory, under their Hugging Face names. EngineError for servers
         that slime did not start, for several devices a server, and for quantised or fused tensors."""
         self._ready()
-        answers = await asyncio.gather(
-            *(self.control(server, "/weights_checker", {"action": ACTION}) for server in self._servers)
-        )
+        answers = await self._fleet.post("/weights_checker", {"action": ACTION})
         sums = {str(answer["ranks"][0]["per_gpu_checksum"]) for answer in answers}
         if len(sums) > 1:
             raise EngineError(f"{self._name}: its servers have different weights: checksums {', '.join(sorted(sums))}.")
@@ -574,8 +441,8 @@ class SglangEngine(RolloutEngine):
         if self._running and not (self._paused and self._config.pause_mode == "abort"):
             raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
         if Memory.KV_CACHE in gone:
-            await asyncio.gather(*(self._flush(server) for server in self._servers))
-        await self._post_all("/release_memory_occupation", {"tags": gone})
+            await self._fleet.flush()
+        await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)
 
     async def wake(self, tags: Sequence[Memory] | None = None) -> None:
@@ -584,7 +451,7 @@ class SglangEngine(RolloutEngine):
         # SGLang dies of a tag that it has not released.
         missing = [tag for tag in (Memory if tags is None else tags) if tag in self._absent]
         if missing:
-            await self._post_all("/resume_memory_occupation", {"tags": missing})
+            await self._fleet.post("/resume_memory_occupation", {"tags": missing})
             self._absent.difference_update(missing)
 
     # ---------------------------------------------------------------- what transports use
@@ -604,7 +471,7 @@ class SglangEngine(RolloutEngine):
                 num_ranks=self._features.tp_size * self._features.pp_size,
                 incarnation=self._incarnation,
             )
-            for server in self._servers
+            for server in self._fleet.servers
         ]
 
     async def weights_sent(self, version: int) -> None:
@@ -614,19 +481,7 @@ class SglangEngine(RolloutEngine):
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The same call to every server of the engine, with its token and the control timeout; answers by server."""
         self._ready()
-        return list(await asyncio.gather(*(self.control(server, path, body) for server in self._servers)))
-
-    async def control(self, server: Connection, path: str, body: Mapping[str, Any]) -> Any:
-        """EngineError also where SGLang answers that it has not succeeded."""
-        answer = await server.post(path, body, timeout_s=self._config.control_timeout)
-        if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise EngineError(f"{server.name}: {path}: {answer.get('message')}")
-        return answer
-
-    async def _post_all(self, path: str, body: Mapping[str, Any]) -> None:
-        await asyncio.gather(
-            *(server.post(path, body, timeout_s=self._config.control_timeout) for server in self._servers)
-        )
+        return await self._fleet.post(path, body)
 
 
 def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
@@ -639,29 +494,3 @@ def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
             "directly, and router.middlewares has policies for them."
         )
     return ExpertSizes.of(setup.model_path)
-
-
-def vocab_size_of(setup: EngineSetup) -> int:
-    """Of the model's embedding."""
-    config = json.loads((setup.model_path / "config.json").read_text())
-    text = config.get("text_config") or config
-    return int(text["vocab_size"])
-
-
-def sampling_problem(params: SamplingParams, vocab_size: int, features: Features) -> str | None:
-    if not 0 <= params.temperature < float("inf"):
-        return f"temperature = {params.temperature}: must be 0 (greedy) or above"
-    if not 0 < params.top_p <= 1:
-        return f"top_p = {params.top_p}: must be above 0 and at most 1"
-    if params.top_k < -1 or params.top_k == 0:
-        return f"top_k = {params.top_k}: must be above 0, or -1 for all"
-    if params.max_new_tokens < 0 or params.min_new_tokens < 0:
-        return f"max_new_tokens = {params.max_new_tokens}, min_new_tokens = {params.min_new_tokens}: must be 0 or above"
-    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
-    if "" in params.stop:
-        return "stop has an empty string, which every text ends with"
-    if params.stop and not features.tokenizer:
-        return "stop strings need a tokenizer in the model folder; use stop_token_ids"
-    return None

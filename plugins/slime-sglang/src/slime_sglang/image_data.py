@@ -31,8 +31,9 @@ class ImageTokens:
 
     @classmethod
     def of(cls, model_path: Path) -> ImageTokens | None:
-        """None for a model of text alone."""
-        config = json.loads((model_path / "config.json").read_text())
+        """None for a model of text alone, and for a folder without config.json, of which the server tells."""
+        path = model_path / "config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
         if "vision_config" not in config or config.get(KEYS[0]) is None:
             return None
         return cls(int(config[KEYS[0]]), frozenset(int(config[key]) for key in KEYS if config.get(key) is not None))

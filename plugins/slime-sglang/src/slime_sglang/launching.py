@@ -127,7 +127,7 @@ def tokens_in_flight(setup: EngineSetup) -> int:
     return min(max(setup.max_batch * setup.max_context_len, 20_000), 200_000)
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str]) -> dict[str, str]:
+def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) -> dict[str, str]:
     environment = dict(os.environ)
     # For the margin.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -140,10 +140,10 @@ def environment_for(setup: EngineSetup, devices: Sequence[str]) -> dict[str, str
         # One thread a process: several on the same cores cost four times the throughput. Without a compiled graph, the
         # first request does not wait for a compiler.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        if setup.num_devices > 1:
+        if tp_size > 1:
             # It would give every rank cores of a socket of its own.
             cores = sorted(os.sched_getaffinity(0))
-            bound = (str(cores[rank % len(cores)]) for rank in range(setup.num_devices))
+            bound = (str(cores[rank % len(cores)]) for rank in range(tp_size))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     else:
         environment[DEVICES] = ",".join(devices)
@@ -162,7 +162,7 @@ async def start_server(
     of one. EngineError with its last lines if it dies, or does not answer in time."""
     options = options_for(config, setup, place)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
-    environment = environment_for(setup, devices)
+    environment = environment_for(setup, devices, options["tp_size"])
     name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
     deadline = time.monotonic() + config.start_timeout
