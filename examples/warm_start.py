@@ -27,14 +27,18 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_core import groups
 from slime_core.batch.pack import pack_micro_batch
+from slime_core.batch.pack_images import PixelCache
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import TrainBackend, TrainerSetup
 from slime_core.contracts.loss import LossInputs, LossOutput, PolicyLoss, Segments
-from slime_core.model_folder import load_tokenizer
+from slime_core.image_processor import ImageProcessor
+from slime_core.model_folder import copy_processor, load_tokenizer
 from slime_core.new_model import ModelSizes, new_model
+from slime_core.new_vision_model import VisionSizes, new_vision_model
 from slime_core.objective.loss import TokenObjective
 from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
+from slime_core.types.batch_images import BatchImages
 
 BATCH: Final = 128
 INITIALIZER_RANGE: Final = 0.08
@@ -69,6 +73,17 @@ class Task(Protocol):
 
     def worked(self, rows: Sequence[Row], seed: int) -> list[Worked]:
         """Worked examples of training rows: one for each, or more."""
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """A task whose rows have `images`, names of files. Worked examples are one for each row, and have as many image tokens
+    as the images have features."""
+
+    vision: VisionSizes
+
+    def images(self, row: Row) -> Mapping[str, bytes]:
+        """The files that a row names, by their names."""
 
 
 @runtime_checkable
@@ -115,12 +130,13 @@ def encoded(worked: Worked, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def batches(
-    worked: Sequence[Worked], tokenizer: PreTrainedTokenizerBase, seed: int
+    worked: Sequence[Worked], images: Sequence[Sequence[bytes]], tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Iterator[tuple[Batch, TokenColumns]]:
-    """Batches for ever, every token that is learnt with equal weight."""
+    """Batches for ever, every token that is learnt with equal weight. `images`: of each worked example, or of none."""
     order = np.random.default_rng(seed)
     while True:
-        chosen = [encoded(worked[number], tokenizer) for number in order.integers(len(worked), size=BATCH)]
+        numbers = order.integers(len(worked), size=BATCH)
+        chosen = [encoded(worked[number], tokenizer) for number in numbers]
         response_length = np.array([len(response) for _, response, _ in chosen], np.int32)
         mask = np.concatenate([mask for _, _, mask in chosen]).astype(np.uint8)
         number = np.arange(BATCH)
@@ -137,6 +153,7 @@ def batches(
             mask=mask,
             rollout_log_probs=np.zeros(response_length.sum(), np.float32),
             version=np.zeros(response_length.sum(), np.int32),
+            images=BatchImages.of([images[number] for number in numbers]) if images else None,
         )
         yield batch, TokenColumns(loss_weight=(mask / mask.sum()).astype(np.float32))
 
@@ -146,7 +163,15 @@ def exact_chance(batch: Batch, log_probs: np.ndarray) -> float:
     return float(np.exp(batch.sample_sums(log_probs * batch.mask)).mean())
 
 
-def warm_up(task: Task, start: Path, stages: Mapping[Path, float], worked: Sequence[Worked], *, seed: int) -> None:
+def warm_up(
+    task: Task,
+    start: Path,
+    stages: Mapping[Path, float],
+    worked: Sequence[Worked],
+    images: Sequence[Sequence[bytes]],
+    *,
+    seed: int,
+) -> None:
     """Trains through the backend's own contract; writes the model, with its tokenizer, to each of the `stages` (in their
     order) when it writes a worked example exactly with the chance beside it."""
     registry = Registry()
@@ -162,8 +187,10 @@ def warm_up(task: Task, start: Path, stages: Mapping[Path, float], worked: Seque
     tokenizer = load_tokenizer(start, trust_remote_code=False)
     objective = TokenObjective(loss=NegativeLogLikelihood(), needs=frozenset(), report_entropy=False)
     left = dict(stages)
-    for step, (batch, columns) in enumerate(itertools.islice(batches(worked, tokenizer, seed), task.max_steps)):
-        micro = pack_micro_batch(batch, np.arange(BATCH), columns=columns)
+    pixels = PixelCache(lambda: ImageProcessor(start))
+    made = itertools.islice(batches(worked, images, tokenizer, seed), task.max_steps)
+    for step, (batch, columns) in enumerate(made):
+        micro = pack_micro_batch(batch, np.arange(BATCH), columns=columns, pixels=pixels)
         if step % JUDGED_EVERY == 0:
             chance = exact_chance(batch, backend.score([micro])[0].log_probs)
             reached = [folder for folder, enough in left.items() if chance >= enough]
@@ -174,6 +201,7 @@ def warm_up(task: Task, start: Path, stages: Mapping[Path, float], worked: Seque
                 folder.mkdir(parents=True)
                 backend.save_hf(folder)
                 tokenizer.save_pretrained(folder)
+                copy_processor(start, folder)
                 del left[folder]
             if not left:
                 break
@@ -187,11 +215,19 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_images(task: SeesImages, folder: Path, row: Row) -> list[bytes]:
+    files = task.images(row)
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return [files[name] for name in row["images"]]
+
+
 def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -> None:
     """Everything that the run files of the task name."""
     train, held_out = task.rows(seed)
-    trained = {json.dumps(row["prompt"]) for row in train}
-    if seen := [row["prompt"] for row in held_out if json.dumps(row["prompt"]) in trained]:
+    trained = {json.dumps([row["prompt"], row.get("images")]) for row in train}
+    if seen := [row["prompt"] for row in held_out if json.dumps([row["prompt"], row.get("images")]) in trained]:
         raise SystemExit(f"{len(seen)} held-out prompts are training prompts too, such as {seen[0]!r}.")
     worked = task.worked(train, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,20 +242,23 @@ def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -
             write_rows(folder / name, rows)
     start = folder / "random"
     shutil.rmtree(start, ignore_errors=True)
-    new_model(
-        start,
-        "qwen3",
-        task.sizes,
-        alphabet=task.alphabet,
-        tokens=task.tokens,
-        chat_template=task.chat_template,
-        seed=seed,
-        initializer_range=INITIALIZER_RANGE,
-    )
+    common: dict[str, Any] = {
+        "alphabet": task.alphabet,
+        "tokens": task.tokens,
+        "chat_template": task.chat_template,
+        "seed": seed,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    images: list[list[bytes]] = []
+    if isinstance(task, SeesImages):
+        new_vision_model(start, task.sizes, task.vision, **common)
+        images = [write_images(task, folder, row) for row in [*train, *held_out]][: len(train)]
+    else:
+        new_model(start, "qwen3", task.sizes, **common)
     stages = {folder / "base": task.enough}
     if teacher is not None:
         stages[folder / "teacher"] = teacher
-    warm_up(task, start, stages, worked, seed=seed)
+    warm_up(task, start, stages, worked, images, seed=seed)
 
 
 def main() -> None:
