@@ -130,7 +130,7 @@ def encoded(worked: Worked, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def batches(
-    worked: Sequence[Worked], images: Sequence[Sequence[bytes]], tokenizer: PreTrainedTokenizerBase, seed: int
+    worked: Sequence[Worked], tokenizer: PreTrainedTokenizerBase, seed: int, *, images: Sequence[Sequence[bytes]] = ()
 ) -> Iterator[tuple[Batch, TokenColumns]]:
     """Batches for ever, every token that is learnt with equal weight. `images`: of each worked example, or of none."""
     order = np.random.default_rng(seed)
@@ -188,7 +188,7 @@ def warm_up(
     objective = TokenObjective(loss=NegativeLogLikelihood(), needs=frozenset(), report_entropy=False)
     left = dict(stages)
     pixels = PixelCache(lambda: ImageProcessor(start))
-    made = itertools.islice(batches(worked, images, tokenizer, seed), task.max_steps)
+    made = itertools.islice(batches(worked, tokenizer, seed, images=images), task.max_steps)
     for step, (batch, columns) in enumerate(made):
         micro = pack_micro_batch(batch, np.arange(BATCH), columns=columns, pixels=pixels)
         if step % JUDGED_EVERY == 0:
