@@ -7,7 +7,7 @@ import mmap
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -71,7 +71,6 @@ class JsonlFile(RowFile):
         self._starts = starts[filled]
         # Line numbers differ from row numbers only after an empty line inside the file.
         self._lines = None if filled[: len(self._starts)].all() else np.flatnonzero(filled)
-        self._decoder = json.JSONDecoder(parse_constant=_reject_constant)
 
     def _scan(self) -> tuple[npt.NDArray[np.int64], str]:
         """Positions of all newlines, and the content hash, in one pass over the file."""
@@ -89,14 +88,7 @@ class JsonlFile(RowFile):
 
     def read(self, row: int) -> Mapping[str, Any]:
         stop = int(self._starts[row + 1]) if row + 1 < len(self._starts) else len(self._bytes)
-        line = self._bytes[int(self._starts[row]) : stop].strip()
-        try:
-            value = self._decoder.decode(line.decode("utf-8-sig"))
-        except ValueError as error:
-            raise DataError(f"{self.origin(row)}: not valid JSON ({error}): found {_excerpt(line)}") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{self.origin(row)}: a row is a JSON object, found {_excerpt(line)}")
-        return value
+        return json_row(self._bytes[int(self._starts[row]) : stop], lambda: self.origin(row))
 
     def origin(self, row: int) -> str:
         line = row if self._lines is None else self._lines[row]
@@ -204,8 +196,24 @@ def _open_range(asked: DataPath) -> tuple[RowFile, range]:
     return file, rows
 
 
+def json_row(line: bytes, origin: Callable[[], str]) -> Mapping[str, Any]:
+    """The row of a line of JSON. DataError, which begins with the `origin`, if it holds none."""
+    line = line.strip()
+    try:
+        value = DECODER.decode(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{origin()}: not valid JSON ({error}): found {_excerpt(line)}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{origin()}: a row is a JSON object, found {_excerpt(line)}")
+    return value
+
+
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
+"""NaN and infinity are not JSON."""
 
 
 def _excerpt(line: bytes, length: int = 80) -> str:

@@ -29,6 +29,25 @@ class SamplingParams:
     """In addition to the model's own end-of-sequence tokens; the stopping token stays in the response."""
     skip_special_tokens: bool = False
 
+    def problem(self, vocab_size: int) -> str | None:
+        """Why no engine could sample so, without a full stop."""
+        if not 0 <= self.temperature < float("inf"):
+            return f"temperature = {self.temperature}: must be 0 (greedy) or above"
+        if not 0 < self.top_p <= 1:
+            return f"top_p = {self.top_p}: must be above 0 and at most 1"
+        if self.top_k < -1 or self.top_k == 0:
+            return f"top_k = {self.top_k}: must be above 0, or -1 for all"
+        if not self.repetition_penalty > 0:
+            return f"repetition_penalty = {self.repetition_penalty}: must be above 0"
+        if self.max_new_tokens < 0 or self.min_new_tokens < 0:
+            return f"max_new_tokens = {self.max_new_tokens}, min_new_tokens = {self.min_new_tokens}: must be 0 or above"
+        outside = [token for token in self.stop_token_ids if not 0 <= token < vocab_size]
+        if outside:
+            return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
+        if "" in self.stop:
+            return "stop holds an empty string, which every text ends with"
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:

@@ -286,14 +286,8 @@ class Pad(torch.autograd.Function):
         return grads[0].index_select(0, places), None, None
 
 
-class TakeUnique(torch.autograd.Function):
-    """x[rows] for rows that differ from each other: the backward writes instead of adding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return x.index_select(0, rows)
+class TakeUnique(Take):
+    """`Take` of rows that differ from each other: the backward writes instead of adding."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

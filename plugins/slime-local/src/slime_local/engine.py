@@ -15,7 +15,7 @@ import torch
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.errors import EngineError, EngineRefused
-from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.image import Image
 from slime_core.types.schedule import EngineEvent
 from slime_core.types.weights import Bucket
@@ -188,7 +188,7 @@ class LocalEngine(RolloutEngine):
 
     def _check(self, requests: Sequence[GenerateRequest]) -> None:
         for params in {request.sampling for request in requests}:
-            problem = _sampling_problem(params, self._model.vocab_size)
+            problem = params.problem(self._model.vocab_size)
             if problem:
                 raise EngineRefused(f"{self._name}: {problem}.")
             if params.stop:
@@ -314,22 +314,3 @@ class LocalEngine(RolloutEngine):
             return
         self._task.cancel()
         await asyncio.wait([self._task])
-
-
-def _sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    if not 0 <= params.temperature < float("inf"):
-        return f"temperature = {params.temperature}: must be 0 (greedy) or above"
-    if not 0 < params.top_p <= 1:
-        return f"top_p = {params.top_p}: must be above 0 and at most 1"
-    if params.top_k < -1 or params.top_k == 0:
-        return f"top_k = {params.top_k}: must be above 0, or -1 for all"
-    if not params.repetition_penalty > 0:
-        return f"repetition_penalty = {params.repetition_penalty}: must be above 0"
-    if params.max_new_tokens < 0 or params.min_new_tokens < 0:
-        return f"max_new_tokens = {params.max_new_tokens}, min_new_tokens = {params.min_new_tokens}: must be 0 or above"
-    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
-    if "" in params.stop:
-        return "stop holds an empty string, which every text ends with"
-    return None

@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from slime_core.contracts.engine import EngineSetup
-from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_core.types.completion import GenerateRequest
 from slime_sglang.features import Features
 from slime_sglang.image_data import ImageTokens
 
@@ -25,8 +25,10 @@ class RequestCheck:
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
         """The first one, as a sentence. `running`: ids in use."""
         for params in {request.sampling for request in requests}:
-            if problem := sampling_problem(params, self.vocab_size, self.features):
+            if problem := params.problem(self.vocab_size):
                 return f"{problem}."
+            if params.stop and not self.features.tokenizer:
+                return "stop strings need a tokenizer in the model folder; use stop_token_ids."
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1 or name in running]:
             return f"request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
@@ -56,22 +58,3 @@ def vocab_size_of(setup: EngineSetup) -> int:
     config = json.loads((setup.model_path / "config.json").read_text())
     text = config.get("text_config") or config
     return int(text["vocab_size"])
-
-
-def sampling_problem(params: SamplingParams, vocab_size: int, features: Features) -> str | None:
-    if not 0 <= params.temperature < float("inf"):
-        return f"temperature = {params.temperature}: must be 0 (greedy) or above"
-    if not 0 < params.top_p <= 1:
-        return f"top_p = {params.top_p}: must be above 0 and at most 1"
-    if params.top_k < -1 or params.top_k == 0:
-        return f"top_k = {params.top_k}: must be above 0, or -1 for all"
-    if params.max_new_tokens < 0 or params.min_new_tokens < 0:
-        return f"max_new_tokens = {params.max_new_tokens}, min_new_tokens = {params.min_new_tokens}: must be 0 or above"
-    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        return f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}"
-    if "" in params.stop:
-        return "stop has an empty string, which every text ends with"
-    if params.stop and not features.tokenizer:
-        return "stop strings need a tokenizer in the model folder; use stop_token_ids"
-    return None

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from slime_core.buffer.rows import ParquetFile, json_row
 from slime_core.errors import DataError
 
 
@@ -70,14 +68,7 @@ class LineReader(RowReader):
             at, number = at + len(line), number + 1
 
     def read(self, place: Place) -> Mapping[str, Any]:
-        line = self._line(place.at)
-        try:
-            value = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
-        except ValueError as error:
-            raise DataError(f"{self.origin(place)}: not valid JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise DataError(f"{self.origin(place)}: a row is a JSON object, found {line[:80]!r}")
-        return value
+        return json_row(self._line(place.at), lambda: self.origin(place))
 
     def reaches(self, place: Place) -> bool:
         return self.path.stat().st_size >= place.at
@@ -99,39 +90,24 @@ class ParquetReader(RowReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        try:
-            self._file = pq.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-        metadata = self._file.metadata
-        counts = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        self._firsts: list[int] = [0, *accumulate(counts)]
-        self._group = -1
-        self._table: pa.Table | None = None
+        self._file = ParquetFile(path, cache_bytes=0)
 
     def next(self, place: Place) -> tuple[Place, Place] | None:
         row = place.at
-        return (Place(row, row), Place(row + 1, row + 1)) if row < self._firsts[-1] else None
+        return (Place(row, row), Place(row + 1, row + 1)) if row < self._file.num_rows else None
 
     def read(self, place: Place) -> Mapping[str, Any]:
-        group = bisect_right(self._firsts, place.at) - 1
-        if group != self._group or self._table is None:
-            try:
-                self._table, self._group = self._file.read_row_group(group), group
-            except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(f"{self.origin(place)}: its row group cannot be decoded: {error}") from error
-        rows: list[dict[str, Any]] = self._table.slice(place.at - self._firsts[group], 1).to_pylist()
-        return {key: value for key, value in rows[0].items() if value is not None}
+        return {key: value for key, value in self._file.read(place.at).items() if value is not None}
 
     def reaches(self, place: Place) -> bool:
-        return place.at <= self._firsts[-1]
+        return place.at <= self._file.num_rows
 
     def origin(self, place: Place) -> str:
-        return f"{self.path}, row {place.number}"
+        return self._file.origin(place.at)
 
     @property
     def head(self) -> str:
-        return f"{self.path.name} {self._file.schema_arrow} {self._firsts}"
+        return f"{self.path.name} {pq.read_schema(self.path)} {self._file.num_rows}"
 
 
 READERS: Final[Mapping[str, type[RowReader]]] = {".jsonl": LineReader, ".parquet": ParquetReader}
@@ -153,7 +129,3 @@ def _is_object(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(value, dict)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
