@@ -28,6 +28,7 @@ from slime_core.errors import ModelError
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take
+from slime_megatron.delta_net import DeltaPlan
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
 STRETCH = 1.25
@@ -76,9 +77,10 @@ class AttentionPlan:
 
 @dataclass
 class PackedPlan(PackedSeqParams):
-    """Megatron hands `packed_seq_params` down to rotary embedding and core attention; ours carries the plan."""
+    """Megatron hands `packed_seq_params` down to rotary embedding, attention and delta nets; ours carries the plans."""
 
     plan: AttentionPlan = field(default=None)  # type: ignore[assignment]
+    delta: DeltaPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

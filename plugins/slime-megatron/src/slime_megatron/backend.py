@@ -43,6 +43,7 @@ from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.copies import Values, copied, replaced
 from slime_megatron.cpu import use_cpu
+from slime_megatron.delta_net import plan_delta
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
@@ -313,6 +314,9 @@ class MegatronBackend(TrainBackend):
             varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32,
             group=trainer.ranks.cp_group,
         )
+        delta = None
+        if trainer.config.linear_attention_freq is not None:
+            delta = plan_delta(micro.cu_seqlens, padding, device=device, group=trainer.ranks.cp_group)
         tokens = nn.functional.pad(micro.tokens, (0, padding))[None].to(device)
         stands_for_none = torch.zeros(held, dtype=torch.bool)
         if layout.cp_size > 1:
@@ -322,6 +326,7 @@ class MegatronBackend(TrainBackend):
             micro=replace(micro, routed_experts=None).to(device),
             tokens=tokens,
             plan=plan,
+            delta=delta,
             padding=stands_for_none.to(device),
             entropy=entropy,
             ahead=tuple(

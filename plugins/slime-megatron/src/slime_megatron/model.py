@@ -34,6 +34,7 @@ from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import PackedRotary, block_spec
 from slime_megatron.layout import Shape
@@ -51,6 +52,8 @@ class Work:
     tokens: Tensor
     """(1, N) with padding."""
     plan: AttentionPlan
+    delta: DeltaPlan | None
+    """None: the model has no gated delta nets."""
     padding: Tensor
     """(1, N) bool: tokens that stand for none; auxiliary losses of experts leave them out."""
     entropy: EntropyMode = "none"
@@ -170,7 +173,8 @@ class PackedGpt(GPTModel):
         return dict(MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata))
 
     def forward(self, work: Work) -> Tensor | tuple[Tensor, Tensor]:
-        packed = PackedPlan(qkv_format="thd" if self.config.multi_latent_attention else "sbhd", plan=work.plan)
+        layout = "thd" if self.config.multi_latent_attention else "sbhd"
+        packed = PackedPlan(qkv_format=layout, plan=work.plan, delta=work.delta)
         output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
             position_ids=work.plan.position_ids[None],

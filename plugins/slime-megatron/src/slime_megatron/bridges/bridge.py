@@ -60,6 +60,9 @@ class Bridge(ABC):
     """Regular expressions: tensors of a folder that nothing need be made of. `{layers_behind}` stands for the numbers of the
     layers of multi-token prediction."""
 
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention"})
+    """What layer_types of a config may say."""
+
     @abstractmethod
     def architecture(self) -> Architecture: ...
 
@@ -162,10 +165,10 @@ class Bridge(ABC):
         if config.hidden_act != "silu":
             raise ModelError(f"the model's config.json says hidden_act = {config.hidden_act}: only silu is computed.")
         if getattr(config, "use_sliding_window", False) or any(
-            kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()
+            kind not in self.layer_kinds for kind in getattr(config, "layer_types", None) or ()
         ):
             raise ModelError(
-                "the model has layers that are not full attention: backend megatron does not compute them."
+                "the model has layers that are not full attention: backend megatron does not compute them for this family."
             )
         return {
             "num_layers": config.num_hidden_layers,

@@ -78,6 +78,16 @@ class Qwen3Moe(Family):
         return Qwen3Moe
 
 
+class Qwen3Next(Family):
+    """Qwen3-Next."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.linear import Qwen3Next
+
+        return Qwen3Next
+
+
 class Glm4Moe(Family):
     """GLM-4.5, 4.6, 4.7."""
 
