@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK: Final = 64
-"""Tokens whose contributions are computed by matrix products; states are handed from chunk to chunk."""
+"""Most tokens whose contributions are computed by matrix products; states are handed from chunk to chunk."""
 EPSILON: Final = 1e-6
 """In the length of keys and queries."""
 
@@ -48,6 +48,7 @@ class RecurrencePlan:
 def plan_recurrence(lengths: npt.NDArray[np.int64], device: torch.device, chunk: int = CHUNK) -> RecurrencePlan:
     """`lengths` (S,): tokens of the sequences that follow each other in the stream."""
     lengths = lengths[lengths > 0]
+    chunk = min(chunk, int(lengths.max(initial=1)))
     order = np.argsort(-lengths, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
@@ -140,7 +141,8 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, 
         state = state * whole[part, ..., None].exp() + handed[part].mT @ written
         first += count
     out = torch.cat(outputs) if outputs else values
-    return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, plan.places).unflatten(1, v.shape[1::2]).to(dtype)
+    out = out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, plan.places)
+    return out.reshape(len(out), v.shape[1], v.shape[-1]).to(dtype)
 
 
 def unit_length(x: Tensor) -> Tensor:
@@ -150,4 +152,4 @@ def unit_length(x: Tensor) -> Tensor:
 def chunked(x: Tensor, plan: RecurrencePlan) -> Tensor:
     """(N, H, D) to (Z, H, C, D), zero where a chunk has no token."""
     places = x.new_zeros(sum(plan.counts) * plan.chunk, *x.shape[1:]).index_copy(0, plan.places, x)
-    return places.unflatten(0, (-1, plan.chunk)).transpose(1, 2)
+    return places.reshape(-1, plan.chunk, *x.shape[1:]).transpose(1, 2)

@@ -99,6 +99,7 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         "qwen3_next",
         {
             "head_dim": 16,
+            "num_key_value_heads": 1,
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,

@@ -28,6 +28,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 WITH_IMAGES = frozenset({"qwen3_vl"})
 """Model types whose images the packed forward knows."""
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+WITH_LINEAR_ATTENTION = frozenset({"qwen3_next"})
+"""Model types whose states are kept apart from sequence to sequence."""
 
 
 class FsdpConfig(DriverConfig):
@@ -159,7 +161,26 @@ class Fsdp(BackendDriver):
             problems.append(
                 f"backend.context_parallel_size = {cp_size}: sequences with images are not cut over ranks; leave it out."
             )
+        if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
+            problems += linear_attention_problems(config)
         return problems + adapter_problems(config) + architecture_problems(model_config)
+
+
+def linear_attention_problems(config: FsdpConfig) -> list[str]:
+    problems = []
+    if config.attn_implementation != "packed":
+        problems.append(
+            f'backend.attn_implementation = "{config.attn_implementation}": linear attention needs "packed", or states would '
+            "run on from one sequence into the next."
+        )
+    if config.context_parallel_size > 1:
+        problems.append(
+            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not cut over ranks here; "
+            "leave it out, or use backend megatron."
+        )
+    if config.share_prompts:
+        problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
+    return problems
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:
@@ -204,7 +225,8 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
-    unpacked = sorted(set(model_config.get("layer_types") or ()) - PACKED_LAYERS)
+    packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
+    unpacked = sorted(set(model_config.get("layer_types") or ()) - packed)
     if unpacked:
         problems.append(
             f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "

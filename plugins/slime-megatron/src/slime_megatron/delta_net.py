@@ -65,9 +65,7 @@ def plan_delta(
     held = [held_positions(cu_seqlens, rank, size) for rank in range(size)]
     ends = [total + rank * padding + torch.arange(padding) for rank in range(size)]
     places = torch.cat([part for both in zip(held, ends, strict=True) for part in both])
-    return DeltaPlan(
-        recurrence=recurrence, order=places.argsort().to(device), places=places.to(device), group=group
-    )
+    return DeltaPlan(recurrence=recurrence, order=places.argsort().to(device), places=places.to(device), group=group)
 
 
 class Exchange(torch.autograd.Function):
@@ -120,8 +118,8 @@ class GatedNorm(nn.Module):
 
 
 class DeltaNet(MegatronModule):
-    """In the place of a layer's attention. Rows of `in_proj`, of the convolution and of all else go by heads of keys: its query,
-    its key, its values, their gates, strengths and decays."""
+    """In the place of a layer's attention. Rows of all weights go by heads of keys: its query, its key, its values, their
+    gates, strengths and decays."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: Any = None, cp_comm_type: str | None = None

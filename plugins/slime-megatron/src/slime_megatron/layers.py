@@ -192,9 +192,7 @@ def attention_spec(config: TransformerConfig, provider: PackedLayers) -> ModuleS
     return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def layer_spec(
-    config: TransformerConfig, provider: PackedLayers, *, experts: bool, linear: bool = False
-) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, provider: PackedLayers, *, experts: bool, linear: bool = False) -> ModuleSpec:
     """`linear`: with a gated delta net in the place of attention."""
     return ModuleSpec(
         module=TransformerLayer,

@@ -95,7 +95,10 @@ class GatedQkv(Qkv):
         per_group = self.queries_per_group
         grouped = whole.unflatten(0, (self.groups, 2 * per_group + 2, self.head_dim))
         q, gate, k, v = grouped.split([per_group, per_group, 1, 1], dim=1)
-        return [torch.stack([q, gate], dim=2).flatten(0, 3).contiguous(), *(x.flatten(0, 2).contiguous() for x in (k, v))]
+        return [
+            torch.stack([q, gate], dim=2).flatten(0, 3).contiguous(),
+            *(x.flatten(0, 2).contiguous() for x in (k, v)),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
