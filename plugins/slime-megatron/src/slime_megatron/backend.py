@@ -48,7 +48,7 @@ from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions
-from slime_megatron.prediction import ahead_of
+from slime_megatron.prediction import ahead_of, bring_embedding, drop_embedding
 from slime_megatron.process import Ranks, join
 from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
@@ -252,7 +252,11 @@ class MegatronBackend(TrainBackend):
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
+        if trainer.num_ahead:
+            bring_embedding(trainer.bare)
         found = self._run(works, finish, forward_only=False)
+        if trainer.num_ahead:
+            drop_embedding(trainer.bare)
         loss = torch.zeros((), device=device)
         sums: dict[str, Tensor] = {}
         for part, of_micro in found:

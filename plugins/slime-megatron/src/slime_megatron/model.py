@@ -41,7 +41,7 @@ from slime_megatron.layout import Shape
 from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
-from slime_megatron.prediction import Ahead, PredictionLayers
+from slime_megatron.prediction import Ahead, EmbeddingElsewhere, PredictionLayers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,9 +134,12 @@ class PackedGpt(GPTModel):
             vp_stage=vp_stage,
         )
         ahead: list[Any] = []
-        if num_ahead:
-            self.mtp = PredictionLayers(config, architecture, num_ahead)
+        self.embedding_elsewhere: EmbeddingElsewhere | None = None
+        if num_ahead and post_process:
+            self.mtp = PredictionLayers(config, architecture, num_ahead, vp_stage)
             ahead = [layer.transformer_layer for layer in self.mtp.layers]
+            if not pre_process:
+                self.embedding_elsewhere = EmbeddingElsewhere(config, self.vocab_size, self.max_sequence_length)
         count_without_padding(self)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
@@ -227,9 +230,10 @@ class PackedGpt(GPTModel):
 
     def _predict(self, hidden: Tensor, work: Work, **attention: Any) -> Tensor:
         """(K,) float32"""
+        embedding = self.embedding_elsewhere or self.embedding
         with torch.no_grad():
             positions = work.plan.position_ids[None]
-            embeddings = [self.embedding(input_ids=ahead.tokens, position_ids=positions) for ahead in work.ahead]
+            embeddings = [embedding(input_ids=ahead.tokens, position_ids=positions) for ahead in work.ahead]
         sums = []
         for found, ahead in zip(self.mtp(hidden, embeddings, **attention), work.ahead, strict=True):
             log_probs, _ = self._head(found, ahead.logit_index, ahead.targets, trained=False)
