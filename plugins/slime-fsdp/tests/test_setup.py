@@ -40,9 +40,15 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     refused(cut, "cannot be loaded")
-    recurrent = copy_of(source, tmp_path / "mamba")
-    (recurrent / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    refused(recurrent, "hand a state")
+    for model_type, text in {
+        "glm_moe_dsa": "deepseek_sparse_attention",
+        "mamba": "layer_types mamba",
+        "recurrent_gemma": "layer_types attention, recurrent",
+        "rwkv": "hand a state",
+    }.items():
+        other = copy_of(source, tmp_path / model_type)
+        (other / "config.json").write_text(json.dumps({"model_type": model_type}))
+        refused(other, text)
     refused(copy_of(source, tmp_path / "deeper", num_hidden_layers=3, layer_types=None), "weights are missing")
     index = copy_of(source, tmp_path / "index")
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))

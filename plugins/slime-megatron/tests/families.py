@@ -46,6 +46,8 @@ LATENT: Final = {
     "n_group": 4,
     "topk_group": 2,
 }
+# Fewer keys than most sequences have; so many heads that scores of zero, which tie, are rare.
+INDEXER: Final = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
 FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "llama3": (
         "llama",
@@ -130,6 +132,18 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
                 "beta_slow": 1,
                 "original_max_position_embeddings": 32,
             },
+        },
+    ),
+    "deepseek-v3.2": ("deepseek_v32", {**LATENT, "q_lora_rank": 24, "num_experts": 8, **INDEXER}),
+    "glm-5": (
+        "glm_moe_dsa",
+        {
+            **LATENT,
+            **EXPERTS,
+            "q_lora_rank": 24,
+            "head_dim": 8,
+            **INDEXER,
+            "indexer_types": ["full", "full", "full", "shared"],
         },
     ),
     "moonlight": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -225,11 +225,16 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
+    return problems + layer_problems(model_type, model_config.get("layer_types"))
+
+
+def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:
+    """`kinds`: layer_types of its config, or of what transformers makes of it."""
     packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
-    unpacked = sorted(set(model_config.get("layer_types") or ()) - packed)
-    if unpacked:
-        problems.append(
-            f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
-            f"{' and '.join(sorted(PACKED_LAYERS))}."
-        )
-    return problems
+    unpacked = sorted(set(kinds or ()) - packed)
+    if not unpacked:
+        return []
+    return [
+        f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
+        f"{' and '.join(sorted(PACKED_LAYERS))}."
+    ]

@@ -311,11 +311,14 @@ class MegatronBackend(TrainBackend):
             segments = whole_sequences(micro.cu_seqlens)
         held = micro.num_tokens
         padding = -held % trainer.ranks.shape.tp if trainer.ranks.shape.sequence_parallel else 0
+        chosen = trainer.config.dsa_indexer_topk
+        # The variable-length kernel knows no choice of keys.
+        dense = chosen is None or int(segments.key_lengths.max()) <= chosen
         plan = plan_attention(
             with_padding(segments, padding, held),
             nn.functional.pad(micro.position_ids, (0, padding)),
             device=device,
-            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32,
+            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32 and dense,
             group=trainer.ranks.cp_group,
         )
         delta = None

@@ -27,9 +27,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from slime_core.errors import ConfigError
 from slime_megatron.attention import PackedAttention, PackedPlan
 from slime_megatron.bridges.bridge import Architecture, Rotary
 from slime_megatron.delta_net import DeltaNet
+from slime_megatron.selection import SelectedAttention
 
 
 class RmsNorm(nn.Module):
@@ -129,8 +131,9 @@ class PackedRotary(nn.Module):
 class PackedLayers(LocalSpecProvider):
     """Megatron's own linear layers and experts, our norm and attention."""
 
-    def __init__(self, *, sandwich_norms: bool) -> None:
-        self.sandwich_norms = sandwich_norms
+    def __init__(self, architecture: Architecture) -> None:
+        self.sandwich_norms = architecture.sandwich_norms
+        self.interleaved_indexer = architecture.interleaved_indexer
 
     def row_parallel_linear(self) -> type:
         return NormedRowParallelLinear if self.sandwich_norms else RowParallelLinear
@@ -146,7 +149,7 @@ def block_spec(
     config: TransformerConfig, architecture: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Of the layers that this stage of the pipeline holds."""
-    provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+    provider = PackedLayers(architecture)
     count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
     freq = config.moe_layer_freq
     sparse = freq if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(config.num_layers)]
@@ -157,16 +160,35 @@ def block_spec(
             provider,
             experts=config.num_moe_experts is not None and bool(sparse[layer]),
             linear=bool(linear[layer]),
+            chooser=chooser_of(architecture, layer, offset),
         )
         for layer in range(offset, offset + count)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
-def attention_spec(config: TransformerConfig, provider: PackedLayers) -> ModuleSpec:
+def chooser_of(architecture: Architecture, layer: int, first: int) -> int | None:
+    """`layer` and `first`, the first one here, count from 0."""
+    if not architecture.choosers:
+        return None
+    chooser = architecture.choosers[layer]
+    if chooser <= first:
+        starts = [number - 1 for number, found in enumerate(architecture.choosers, 1) if found == number]
+        raise ConfigError(
+            f"backend.pipeline_model_parallel_size: layer {layer} takes the keys that layer {chooser - 1} chooses, which "
+            f"another stage has. A stage may start at layers {', '.join(map(str, starts))}."
+        )
+    return chooser
+
+
+def attention_spec(config: TransformerConfig, provider: PackedLayers, chooser: int | None) -> ModuleSpec:
     columns, rows = provider.column_parallel_linear(), provider.row_parallel_linear()
     qk_norm = RmsNorm if config.qk_layernorm else IdentityOp
     attention: Any
+    core: Any = PackedAttention
+    if config.dsa_indexer_topk is not None:
+        told = {"chooser": chooser, "interleaved": provider.interleaved_indexer}
+        core = ModuleSpec(module=SelectedAttention, params=told)
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules: Any = MLASelfAttentionSubmodules(
@@ -175,7 +197,7 @@ def attention_spec(config: TransformerConfig, provider: PackedLayers) -> ModuleS
             linear_q_up_proj=columns,
             linear_kv_down_proj=columns,
             linear_kv_up_proj=columns,
-            core_attention=PackedAttention,
+            core_attention=core,
             linear_proj=rows,
             q_layernorm=qk_norm,
             kv_layernorm=qk_norm,
@@ -192,13 +214,21 @@ def attention_spec(config: TransformerConfig, provider: PackedLayers) -> ModuleS
     return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
-def layer_spec(config: TransformerConfig, provider: PackedLayers, *, experts: bool, linear: bool = False) -> ModuleSpec:
-    """`linear`: with a gated delta net in the place of attention."""
+def layer_spec(
+    config: TransformerConfig,
+    provider: PackedLayers,
+    *,
+    experts: bool,
+    linear: bool = False,
+    chooser: int | None = None,
+) -> ModuleSpec:
+    """`linear`: with a gated delta net in the place of attention. `chooser`: number of the layer that chooses its keys; None:
+    it does so by itself, if its family's layers do."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=ModuleSpec(module=DeltaNet) if linear else attention_spec(config, provider),
+            self_attention=ModuleSpec(module=DeltaNet) if linear else attention_spec(config, provider, chooser),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RmsNorm,
             mlp=get_mlp_module_spec_for_backend(

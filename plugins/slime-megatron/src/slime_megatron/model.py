@@ -42,6 +42,7 @@ from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
 from slime_megatron.prediction import Ahead, EmbeddingElsewhere, PredictionLayers
+from slime_megatron.selection import SelectedAttention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,6 +149,8 @@ class PackedGpt(GPTModel):
         if architecture.mla:
             for layer in [*self.decoder.layers, *ahead]:
                 layer.self_attention.rotary_pos_emb = rotary
+                if isinstance(layer.self_attention.core_attention, SelectedAttention):
+                    layer.self_attention.core_attention.rotary = rotary
         else:
             self.rotary_pos_emb = rotary
             self.position_embedding_type = "rope"
@@ -324,9 +327,13 @@ def make_config(
         fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
     record = MLATransformerConfig if architecture.mla else TransformerConfig
     try:
-        return record(**fields)
+        config = record(**fields)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    if architecture.choosers:
+        # Its latent attention then hands on what choosing needs; said behind its own check, which refuses context parallelism.
+        config.experimental_attention_variant = "dsa"
+    return config
 
 
 def build_chunks(
@@ -356,7 +363,8 @@ def build_chunks(
         mark_parallel(chunk)
         chunk.to(placement.device)
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(is_trained(name, options))
+            # What an indexer chooses has no gradient.
+            parameter.requires_grad_(is_trained(name, options) and ".indexer." not in name)
         chunks.append(chunk)
     return chunks
 

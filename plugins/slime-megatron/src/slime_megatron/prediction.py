@@ -122,7 +122,7 @@ class PredictionLayers(MegatronModule):
         self, config: TransformerConfig, architecture: Architecture, count: int, vp_stage: int | None = None
     ) -> None:
         super().__init__(config=config)
-        provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+        provider = PackedLayers(architecture)
         spec = get_mtp_layer_spec_for_backend(
             layer_spec(config, provider, experts=config.num_moe_experts is not None), provider
         )

@@ -98,6 +98,16 @@ class Glm4Moe(Family):
         return Glm4Moe
 
 
+class DeepseekV32(Family):
+    """DeepSeek V3.2, and GLM-5, which shares its layout."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import DeepseekV32
+
+        return DeepseekV32
+
+
 class DeepseekV3(Family):
     """DeepSeek V3, V3.1, R1; Kimi K2 and Moonlight share its layout."""
 
