@@ -18,6 +18,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -215,7 +216,8 @@ class FsdpBackend(TrainBackend):
             raise ModelError(
                 f"{self._ready.folder.path}: backend fsdp knows no images of a {self._ready.folder.config.model_type}."
             )
-        shared = share_prompts(micro) if self._config.shares_prompts else None
+        recurrent = self._ready.model.has_delta_nets
+        shared = share_prompts(micro) if self._config.shares_prompts and not recurrent else None
         if shared is not None:
             micro, table = shared
         elif layout.cp_size > 1:
@@ -230,6 +232,8 @@ class FsdpBackend(TrainBackend):
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
         )
+        if recurrent:
+            plan = replace(plan, recurrence=plan_recurrence(table.query_lengths, placement.device))
         return micro.to(placement.device), plan
 
     def _segments(self, micro: MicroBatch) -> Segments:

@@ -55,7 +55,7 @@ class MegatronOptions(DriverConfig):
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     mtp_num_layers: int = Field(0, ge=0)
     """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay as they
-    are. Without pipeline parallelism."""
+    are."""
     mtp_loss_scaling_factor: float = Field(0.2, ge=0)
     """Of the mean of their cross-entropies in the loss."""
     freeze_params_name_list: tuple[str, ...] = ()
@@ -190,11 +190,6 @@ def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]
         problems.append(
             f"{given}: the model has {there} layers of multi-token prediction (num_nextn_predict_layers in its config.json). "
             + (f"Say {there} or less." if there else "Leave it out.")
-        )
-    if config.pipeline_model_parallel_size > 1:
-        problems.append(
-            f"{given}, backend.pipeline_model_parallel_size = {config.pipeline_model_parallel_size}: these layers read the "
-            "embedding, which another stage has. Leave one of them out."
         )
     return problems
 
