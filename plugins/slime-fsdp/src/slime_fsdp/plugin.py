@@ -155,10 +155,6 @@ class Fsdp(BackendDriver):
             problems.append(
                 'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
             )
-        if cp_size > 1 and model_config.get("model_type") in WITH_IMAGES:
-            problems.append(
-                f"backend.context_parallel_size = {cp_size}: sequences with images are not cut over ranks; leave it out."
-            )
         return problems + adapter_problems(config) + architecture_problems(model_config)
 
 
