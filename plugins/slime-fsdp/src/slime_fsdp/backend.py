@@ -221,7 +221,9 @@ class FsdpBackend(TrainBackend):
         plan = plan_attention(
             table,
             device=placement.device,
-            varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
+            varlen=placement.device.type == "cuda"
+            and placement.compute_dtype == torch.bfloat16
+            and not placement.true_on_policy,
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
         )

@@ -172,9 +172,7 @@ def build_model(
         parameter.requires_grad_(trained and is_trained(name, config))
     store_parameters(model, frozen_dtype(folder, placement, trained=trained, adapters=wants_adapters))
     if placement.true_on_policy:
-        if placement.device.type != "cpu":
-            raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
-        require_equal_rows(product_shapes(model), placement.compute_dtype)
+        require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif wants_onednn(config, placement):
         use_onednn(model)
     packed = PackedModel(
