@@ -211,7 +211,7 @@ def reward_model(run: BoundRun) -> list[str]:
 
 
 def rewards(run: BoundRun) -> list[str]:
-    if not run.rewards and run.algo.uses_rewards:
+    if not run.rewards and run.algo.uses_rewards and not run.generate.driver.gives_rewards:
         return [
             f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
         ]

@@ -42,7 +42,7 @@ from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.shared_prompts import share_prompts
-from slime_fsdp.vision import rope_positions
+from slime_fsdp.vision import held_images, rope_positions
 
 
 @dataclass(kw_only=True)
@@ -222,13 +222,17 @@ class FsdpBackend(TrainBackend):
             micro, table = shared
         elif layout.cp_size > 1:
             micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
+            if micro.images is not None:
+                micro = replace(micro, images=held_images(self._ready.model.model, micro.images))
             table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
         else:
             table = whole_sequences(micro.cu_seqlens)
         plan = plan_attention(
             table,
             device=placement.device,
-            varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
+            varlen=placement.device.type == "cuda"
+            and placement.compute_dtype == torch.bfloat16
+            and not placement.true_on_policy,
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
         )

@@ -183,9 +183,7 @@ def build_model(
     if placement.true_on_policy:
         if delta_nets(model):
             raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
-        if placement.device.type != "cpu":
-            raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
-        require_equal_rows(product_shapes(model), placement.compute_dtype)
+        require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif wants_onednn(config, placement):
         use_onednn(model)
     packed = PackedModel(

@@ -176,10 +176,6 @@ class Fsdp(BackendDriver):
             )
         if config.main_params_dtype == "bf16" and config.trains_adapters:
             problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
-        if cp_size > 1 and model_config.get("model_type") in WITH_IMAGES:
-            problems.append(
-                f"backend.context_parallel_size = {cp_size}: sequences with images are not cut over ranks; leave it out."
-            )
         if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
             problems += linear_attention_problems(config)
         return problems + adapter_problems(config) + architecture_problems(model_config)
