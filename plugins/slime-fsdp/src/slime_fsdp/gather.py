@@ -43,4 +43,3 @@ def joined(cut: Mapping[str, DTensor], dtype: torch.dtype | None) -> Iterator[tu
     parts = everyone.view(ranks, -1).split(sizes, dim=1)
     for (name, tensor), part in zip(cut.items(), parts, strict=True):
         yield name, part.reshape(ranks * rows[name], *tensor.shape[1:])[: tensor.shape[0]]
-
