@@ -16,9 +16,9 @@ from slime_core.errors import EngineError
 from slime_core.launch.launcher import Launcher
 from slime_core.materials import Materials
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.reward_engines import RewardEngines
 from slime_core.rollout.scorer import EngineScorer
 from slime_core.rollout.seat import EngineHandle
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine import EngineWorkerSpec
 
@@ -29,7 +29,13 @@ class StartedEngines:
 
     policy: EngineClient | None
     teacher: EngineScorer | None
-    reward: RewardEngines | None
+    reward: ServedEngines | None
+
+    @property
+    def served(self) -> tuple[ServedEngines, ...]:
+        """Those of models that are not trained."""
+        teacher = None if self.teacher is None else self.teacher.engines
+        return tuple(engines for engines in (teacher, self.reward) if engines is not None)
 
 
 async def start_engines(
@@ -114,6 +120,11 @@ async def start_engines(
             call_limit_s=config.rollout.engine_call_timeout,
         )
 
+    async def served(row: BoundEngines, of_model: Sequence[EngineWorkerSpec]) -> ServedEngines:
+        engines, infos = await launcher.start_engines(of_model)
+        require_address(of_model, infos)
+        return ServedEngines(client_of(engines, {}), infos, row.model_path, first_index=of_model[0].setup.index)
+
     client, teacher, reward = None, None, None
     if with_engine:
         of_policy = specs(
@@ -132,14 +143,9 @@ async def start_engines(
         require_experts(of_policy, infos)
         client = client_of(engines, middlewares)
     if (row := run.teacher) is not None:
-        engines, _ = await launcher.start_engines(of_row(row))
-        teacher = EngineScorer(row.name, engines)
+        teacher = EngineScorer(row.name, await served(row, of_row(row)), max_losses=config.rollout.max_retries)
     if (row := run.reward_model) is not None:
-        of_reward = of_row(row, reward_model=True)
-        engines, infos = await launcher.start_engines(of_reward)
-        require_address(of_reward, infos)
-        first_index = of_reward[0].setup.index
-        reward = RewardEngines(client_of(engines, {}), infos, row.model_path, first_index=first_index)
+        reward = await served(row, of_row(row, reward_model=True))
     return StartedEngines(policy=client, teacher=teacher, reward=reward)
 
 
@@ -185,7 +191,7 @@ def require_experts(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInf
 def require_address(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
     """EngineError for an engine of a reward model that nobody could ask."""
     for spec, info in zip(specs, infos, strict=True):
-        if info.address is None:
+        if spec.setup.reward_model and info.address is None:
             raise EngineError(
                 f"engine {spec.setup.index} serves no requests over HTTP, and rewards ask the model of engines.reward so. Use "
                 "another engine (--engines.reward.engine)."

@@ -46,6 +46,7 @@ from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.seat import EngineHandle
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.supervisor import Admit, EngineSupervisor, HealthRules, Resync
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
@@ -240,7 +241,7 @@ async def assemble_session(
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
         client=client,
-        reward_engines=engines.reward,
+        served_engines=engines.served,
         middlewares=middlewares,
         roles=roles,
         learner=(
@@ -296,18 +297,21 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
     found = []
     if session.client is not None:
         found.append(of(session.client, launcher.restart_engine, session.resync, 0))
-    if (served := session.reward_engines) is not None:
 
-        async def restart(index: int) -> tuple[EngineHandle, EngineInfo]:
-            engine, info = await launcher.restart_engine(index)
-            served.replaced(index, info)
-            return engine, info
+    async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
+        await admit(None)
 
-        async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
-            await admit(None)
-
+    for served in session.served_engines:
+        restart = partial(restart_served, launcher, served)
         found.append(of(served.client, restart, bring_nothing, served.first_index))
     return found
+
+
+async def restart_served(launcher: Launcher, served: ServedEngines, index: int) -> tuple[EngineHandle, EngineInfo]:
+    """See `Launcher.restart_engine`; whoever asks these engines finds the new one."""
+    engine, info = await launcher.restart_engine(index)
+    served.replaced(index, info)
+    return engine, info
 
 
 async def follow(session: Session, recorded: RecordedSchedule) -> None:

@@ -136,6 +136,13 @@ class EngineClient:
             self._note(self._held - {freed})
         return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
 
+    async def ask_one(self, index: int, method: str, *args: Any) -> tuple[Any, ...]:
+        """As `ask`, of one engine in service: its result, or nothing if it was lost."""
+        seat = self._seats[index]
+        if self._on_loss is None:
+            return (await seat.engine.call(method, *args),)
+        return await self._call(seat, method, args)
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests; those still waiting here, or in a middleware, are answered with nothing."""
         for request_id in request_ids:

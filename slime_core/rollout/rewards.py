@@ -26,8 +26,8 @@ from slime_core.config.bound import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
-from slime_core.rollout.reward_engines import RewardEngines
 from slime_core.rollout.reward_worker import Raised, Servers, build_reward, score_groups, start_worker
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
@@ -74,7 +74,7 @@ class RewardPool:
         self._specs: dict[str, Servers] = {}
         self._limits: dict[str, float] = {}
         """Seconds for a group, of rewards that say so themselves."""
-        self.engines: RewardEngines | None = None
+        self.engines: ServedEngines | None = None
         """Of the model that some rewards ask."""
         self._waiting: list[Waiting] = []
         self._parcels: set[asyncio.Task[None]] = set()

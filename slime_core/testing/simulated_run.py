@@ -97,7 +97,7 @@ class Simulation:
             runner=self._runner(client, config, "train"),
             filters=self.filters,
             client=client,
-            reward_engines=None,
+            served_engines=(),
             middlewares={},
             roles=cast("Any", {"actor": IdleRanks()}),
             residency=Residency(Devices(), client, shared=False, offload_rollout=False),

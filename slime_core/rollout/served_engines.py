@@ -1,4 +1,4 @@
-"""RewardEngines: the servers of a reward model, as the rewards that ask them see them."""
+"""ServedEngines: those of a model that is served and not trained, as who asks them sees them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime_core.contracts.reward import ServedModel
 from slime_core.rollout.client import EngineClient
 
 
-class RewardEngines:
-    """Rewards ask over HTTP by themselves; what goes through the client is how the engines are."""
+class ServedEngines:
+    """A row of the engines table. The client says which are in service, and puts one into a lost one's place."""
 
     def __init__(
         self, client: EngineClient, infos: Sequence[EngineInfo], model_path: Path, *, first_index: int
