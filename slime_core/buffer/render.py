@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -98,10 +99,11 @@ class PromptRenderer:
             )
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
+        token_ids, pictures = self._with_features(self._token_ids(text, origin), pictures, origin)
         return Prompt(
             group_index=group_index,
             text=text,
-            token_ids=self._with_features(self._token_ids(text, origin), pictures, origin),
+            token_ids=token_ids,
             label=label,
             messages=messages,
             tools=tools,
@@ -175,10 +177,12 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
-    def _with_features(self, token_ids: TokenIds, images: Sequence[Image], origin: str) -> TokenIds:
-        """The ids with the token of each image as often as it has features."""
+    def _with_features(
+        self, token_ids: TokenIds, images: tuple[Image, ...], origin: str
+    ) -> tuple[TokenIds, tuple[Image, ...]]:
+        """The ids with the token of each image as often as it has features, and the images with their places."""
         if self._images is None:
-            return token_ids
+            return token_ids, images
         is_image = token_ids == self._images.token_id
         if is_image.sum() != len(images):
             token = self._tokenizer.convert_ids_to_tokens(self._images.token_id)
@@ -186,9 +190,8 @@ class PromptRenderer:
                 f"{origin}: {len(images)} images, and {is_image.sum()} times {token} in the prompt: the template, or the "
                 "prompt where there is none, must write it once for each image"
             )
-        repeats = np.ones(len(token_ids), np.int64)
-        repeats[is_image] = [self._images.num_tokens(image) for image in images]
-        return np.repeat(token_ids, repeats)
+        counted = [replace(image, num_tokens=self._images.num_tokens(image)) for image in images]
+        return with_features(token_ids, is_image, counted)
 
     def _token_ids(self, text: str, origin: str) -> TokenIds:
         try:
@@ -199,6 +202,18 @@ class PromptRenderer:
         if not len(token_ids):
             raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
         return token_ids
+
+
+def with_features(
+    token_ids: TokenIds, is_image: npt.NDArray[np.bool_], images: Sequence[Image]
+) -> tuple[TokenIds, tuple[Image, ...]]:
+    """The ids with each image's token, of which there is one, as often as `Image.num_tokens`; and the images with their
+    places among them."""
+    repeats = np.ones(len(token_ids), np.int64)
+    repeats[is_image] = [image.num_tokens for image in images]
+    starts = (np.cumsum(repeats) - repeats)[is_image].tolist()
+    placed = tuple(replace(image, places=(start,)) for image, start in zip(images, starts, strict=True))
+    return np.repeat(token_ids, repeats), placed
 
 
 def _shown(value: Any, length: int = 60) -> str:

@@ -137,7 +137,7 @@ HARMLESS: Final = frozenset(f"{_ROUNDED_ALIKE} {_ONLY_MOVED}".split())
 
 
 class InvariantKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with InvariantKernels():` around a forward on a CPU. ModelError names an operation that has no kernel here.
+    """`with InvariantKernels():` around a forward. ModelError names an operation that has no kernel here.
 
     `bring_weights`: namespaces of operations that put weights together before they are used, and compute nothing.
     """

@@ -129,6 +129,13 @@ def with_stand_in(model: Any) -> Any:
 
 def image_log_probs_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[int], response: Sequence[int]) -> Tensor:
     """(R,) log-probs of the response tokens, by a model `with_stand_in`, one sequence alone; with gradient, if it is on."""
+    rows = image_logits_of(model, pixels, prompt, response).log_softmax(-1)
+    chosen: Tensor = rows.gather(1, torch.tensor(list(response), dtype=torch.int64)[:, None])[:, 0]
+    return chosen
+
+
+def image_logits_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """(R, outputs of the head) at the tokens that predict the response, as `image_log_probs_of`."""
     embedding = model.get_input_embeddings()
     image = int(model.config.image_token_id)
     written = [len(embedding.weight) - 1 if token == image else int(token) for token in response]
@@ -141,7 +148,5 @@ def image_log_probs_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[in
             "mm_token_type_ids": (tokens == image).long(),
         }
     model.model.rope_deltas = None
-    rows = model(input_ids=tokens, use_cache=False, **extra).logits[0].log_softmax(-1)
-    rows = rows[len(prompt) - 1 : len(prompt) + len(response) - 1]
-    chosen: Tensor = rows.gather(1, torch.tensor(list(response), dtype=torch.int64)[:, None])[:, 0]
-    return chosen
+    rows: Tensor = model(input_ids=tokens, use_cache=False, **extra).logits[0]
+    return rows[len(prompt) - 1 : len(prompt) + len(response) - 1]

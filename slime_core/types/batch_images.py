@@ -1,6 +1,6 @@
 """BatchImages: the images of a batch, each held once however many samples see it.
 
-S samples, U distinct images, K places of images in the samples' prompts.
+S samples, U distinct images, K images of all samples, P places that are known of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.types.image import Image
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchImages:
@@ -22,15 +24,20 @@ class BatchImages:
     offsets: npt.NDArray[np.int64]
     """(U + 1,) into `data`."""
     which: npt.NDArray[np.int32]
-    """(K,) the image at each place, sample after sample."""
+    """(K,) the distinct image that each one is, sample after sample."""
     counts: npt.NDArray[np.int32]
-    """(S,) places of each sample."""
+    """(S,) images of each sample."""
+    places: npt.NDArray[np.int32]
+    """(P,) `Image.places`, one image after the other."""
+    place_counts: npt.NDArray[np.int32]
+    """(K,) places of each; 0: its features stand at the image tokens of the prompt."""
 
     @classmethod
-    def of(cls, images_of_samples: Sequence[Sequence[bytes]]) -> BatchImages | None:
+    def of(cls, images_of_samples: Sequence[Sequence[Image]]) -> BatchImages | None:
         """None if no sample has an image."""
         distinct: dict[bytes, int] = {}
-        which = [distinct.setdefault(data, len(distinct)) for images in images_of_samples for data in images]
+        every = [image for images in images_of_samples for image in images]
+        which = [distinct.setdefault(image.data, len(distinct)) for image in every]
         if not distinct:
             return None
         return cls(
@@ -38,6 +45,8 @@ class BatchImages:
             offsets=np.cumsum([0, *map(len, distinct)], dtype=np.int64),
             which=np.array(which, np.int32),
             counts=np.array([len(images) for images in images_of_samples], np.int32),
+            places=np.array([place for image in every for place in image.places], np.int32),
+            place_counts=np.array([len(image.places) for image in every], np.int32),
         )
 
     def __len__(self) -> int:
@@ -56,10 +65,26 @@ class BatchImages:
         """Its images, in the order of their places."""
         return self.which[self.starts[sample] : self.starts[sample + 1]]
 
+    @cached_property
+    def place_starts(self) -> npt.NDArray[np.int64]:
+        """(K + 1,) into `places`."""
+        return np.concatenate([[0], np.cumsum(self.place_counts, dtype=np.int64)])
+
+    def places_of(self, sample: int) -> list[tuple[int, ...]]:
+        """`Image.places` of each of its images."""
+        rows = range(int(self.starts[sample]), int(self.starts[sample + 1]))
+        return [tuple(self.places[self.place_starts[k] : self.place_starts[k + 1]].tolist()) for k in rows]
+
     def take(self, samples: npt.NDArray[np.integer]) -> BatchImages | None:
         """The images of these samples, in this order; None if they have none."""
         encoded: dict[int, bytes] = {}
         for sample in samples:
             for number in self.of_sample(int(sample)).tolist():
                 encoded.setdefault(number, self.encoded(number))
-        return BatchImages.of([[encoded[number] for number in self.of_sample(int(s)).tolist()] for s in samples])
+
+        def images(sample: int) -> list[Image]:
+            numbers = self.of_sample(sample).tolist()
+            told = zip(numbers, self.places_of(sample), strict=True)
+            return [Image(data=encoded[number], places=places) for number, places in told]
+
+        return BatchImages.of([images(int(sample)) for sample in samples])

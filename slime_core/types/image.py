@@ -12,3 +12,8 @@ class Image:
     data: bytes = field(repr=False)
     name: str = ""
     """Where it came from, for messages."""
+    places: tuple[int, ...] = ()
+    """Where its features begin among the tokens of the sample, each place with an equal part of them; empty: at the image
+    tokens of the prompt, in order."""
+    num_tokens: int = 0
+    """Features; 0: not counted yet."""

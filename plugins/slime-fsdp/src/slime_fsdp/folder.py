@@ -133,6 +133,9 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
+    if head == "value" and config.model_type in WITH_IMAGES:
+        # It registers itself with transformers.
+        import slime_fsdp.vision_value  # noqa: F401
     remote = "auto_map" in raw and trust_remote_code
     known = type(config) in AutoModelForCausalLM._model_mapping or config.model_type in WITH_IMAGES
     if not remote and not known:
