@@ -144,6 +144,8 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "head_dim": 8,
             **INDEXER,
             "indexer_types": ["full", "full", "full", "shared"],
+            # As transformers 5.12 computes it, whatever a config says.
+            "indexer_rope_interleave": False,
         },
     ),
     "moonlight": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),

@@ -184,14 +184,14 @@ class Megatron(BackendDriver):
 
 
 def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]) -> list[str]:
-    given, problems = f"backend.mtp_num_layers = {config.mtp_num_layers}", []
-    there = model_config.get("num_nextn_predict_layers") or 0
-    if config.mtp_num_layers > there:
-        problems.append(
-            f"{given}: the model has {there} layers of multi-token prediction (num_nextn_predict_layers in its config.json). "
-            + (f"Say {there} or less." if there else "Leave it out.")
-        )
-    return problems
+    there = model_config.get("num_nextn_predict_layers")
+    # Qwen3-Next has such a layer and does not say so: a folder without one is told by the names that it lacks.
+    if there is None or config.mtp_num_layers <= there:
+        return []
+    return [
+        f"backend.mtp_num_layers = {config.mtp_num_layers}: the model has {there} layers of multi-token prediction "
+        "(num_nextn_predict_layers in its config.json). " + (f"Say {there} or less." if there else "Leave it out.")
+    ]
 
 
 def family_problems(model_config: Mapping[str, Any]) -> list[str]:

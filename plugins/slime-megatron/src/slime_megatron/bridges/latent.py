@@ -102,10 +102,11 @@ class DeepseekV3(Bridge):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2 and GLM-5."""
+    """DeepSeek-V3.2."""
 
     config_type = None
     layer_kinds = frozenset({"deepseek_sparse_attention"})
+    interleaved_indexer: ClassVar[bool] = False
 
     def indexer_options(self) -> dict[str, Any]:
         config = self.config
@@ -122,8 +123,8 @@ class DeepseekV32(DeepseekV3):
 
     def choice(self) -> dict[str, Any]:
         kinds = getattr(self.config, "indexer_types", None) or ["full"] * self.config.num_hidden_layers
-        # transformers 5.12 does not read this key of GLM-5's config; engines do, and so does a later transformers.
-        interleaved = bool(getattr(self.config, "indexer_rope_interleave", False))
+        interleaved = getattr(self.config, "indexer_rope_interleave", None)
+        interleaved = self.interleaved_indexer if interleaved is None else bool(interleaved)
         return {"choosers": choosers_of(kinds), "interleaved_indexer": interleaved}
 
     def attention(self) -> dict[str, Weight]:
@@ -133,3 +134,10 @@ class DeepseekV32(DeepseekV3):
             **super().attention(),
             **{f"self_attention.core_attention.indexer.{name}": Plain(names=(f"{theirs}.{name}",)) for name in names},
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmMoeDsa(DeepseekV32):
+    """GLM-5. Its indexer embeds positions in neighbouring features; transformers 5.12 does it in halves, 5.17 not."""
+
+    interleaved_indexer = True

@@ -12,9 +12,8 @@ from slime_megatron.bridges.weight import ByHead, GatedQkv, GateUp, Plain, Weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Bridge):
-    """Its layers of multi-token prediction stay as the folder has them."""
-
     ignored = (*Bridge.ignored, r"^mtp\.")
+    most_predictions = 1
     layer_kinds = frozenset({"full_attention", "linear_attention"})
 
     def architecture(self) -> Architecture:
@@ -56,6 +55,17 @@ class Qwen3Next(Bridge):
             "mlp.shared_experts.linear_fc2.weight": Plain(names=(f"{shared}.down_proj.weight",)),
             "mlp.shared_experts.gate_weight": Plain(names=("mlp.shared_expert_gate.weight",)),
         }
+
+    def prediction_weights(self) -> Mapping[str, Weight]:
+        return {
+            "enorm.weight": Plain(names=("pre_fc_norm_embedding.weight",)),
+            "hnorm.weight": Plain(names=("pre_fc_norm_hidden.weight",)),
+            "eh_proj.weight": Plain(names=("fc.weight",)),
+            "final_layernorm.weight": Plain(names=("norm.weight",)),
+        }
+
+    def prediction_prefixes(self, number: int) -> tuple[str, str]:
+        return "mtp.", f"mtp.layers.{number}."
 
     def qkv(self, kind: str) -> GatedQkv:
         plain = super().qkv(kind)

@@ -98,8 +98,18 @@ class Glm4Moe(Family):
         return Glm4Moe
 
 
+class GlmMoeDsa(Family):
+    """GLM-5."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import GlmMoeDsa
+
+        return GlmMoeDsa
+
+
 class DeepseekV32(Family):
-    """DeepSeek V3.2, and GLM-5, which shares its layout."""
+    """DeepSeek V3.2."""
 
     @classmethod
     def load(cls) -> type[Bridge]:

@@ -46,6 +46,17 @@ class Plain(Weight):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Swapped(Weight):
+    """The two halves of its columns change places."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tensors[0].chunk(2, dim=1)[::-1], dim=1)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        return [self.join([whole])]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qkv(Weight):
     """Query, key and value, by group: the group's queries, its key, its value."""
 
