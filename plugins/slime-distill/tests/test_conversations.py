@@ -119,7 +119,7 @@ def test_the_last_turn_alone(collected, tokenizer):
 class Squares:
     """As `slime_core.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
 
-    token_id = 2
+    token_id, video_token_id = 2, -1
 
     def num_tokens(self, image):
         width, height = PIL.Image.open(io.BytesIO(image.data)).size

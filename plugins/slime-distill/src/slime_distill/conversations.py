@@ -100,6 +100,11 @@ def with_images(prompt: Prompt, token_ids: Tokens, mask: Mask) -> tuple[Tokens, 
     """Tokens and mask with the token of each image as often as it has features, and the images with their places. Wherever an
     image stands, it is not learnt."""
     first = prompt.images[0]
+    if any(image.frames for image in prompt.images):
+        raise DataError(
+            f"{prompt.origin}: a conversation with videos cannot be learnt from. Give whole prompts, in which the model's mark "
+            "of a video stands for each, with the answer in --label-key and without --apply-chat-template; or frames as images."
+        )
     is_image = token_ids == prompt.token_ids[first.places[0]]
     if is_image.sum() != len(prompt.images):
         raise DataError(
