@@ -24,6 +24,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         advantages,
         collector,
         rewards,
+        reward_model,
         debug_parts,
         teacher,
         asked_roles,
@@ -185,6 +186,28 @@ def advantages(run: BoundRun) -> list[str]:
 
 def collector(run: BoundRun) -> list[str]:
     return list(run.collector.driver.problems(run.collector.config, run.config.rollout))
+
+
+def reward_model(run: BoundRun) -> list[str]:
+    """Who asks a reward model has one, and one that is there is asked."""
+    row, problems = run.reward_model, []
+    asking = [part for part in run.reward_parts if part.driver.asks_engines(part.config)]
+    if row is None:
+        return [
+            f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
+            "--engines.reward.load FOLDER, or where it is served already."
+            for part in asking
+        ]
+    if not asking:
+        problems.append("engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does.")
+    if Capability.HTTP not in row.engine.driver.may_offer:
+        problems.append(
+            f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Say --engines.reward.engine with one '
+            "that does."
+        )
+    if run.config.launcher.colocate:
+        problems.append("engines.reward, launcher.colocate = true: a reward model needs devices of its own.")
+    return problems
 
 
 def rewards(run: BoundRun) -> list[str]:
@@ -363,8 +386,7 @@ def images(run: BoundRun) -> list[str]:
 def engines_over_nodes(run: BoundRun) -> list[str]:
     launcher, problems = run.config.launcher, []
     engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
-    if run.teacher is not None:
-        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    engines += [(f"engines.{row.name}.num_gpus_per_engine", row.engine, row.num_devices) for row in run.served]
     for key, engine, num_devices in engines:
         if launcher.nodes_of(num_devices) == 1:
             continue

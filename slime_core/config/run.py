@@ -82,7 +82,7 @@ class EngineRow(Table):
     """Engines with a model of their own, which is not trained."""
 
     load: RunPath
-    """Hugging Face folder of its weights, with the trained model's tokenizer."""
+    """Hugging Face folder of its weights. A teacher has the trained model's tokenizer."""
     engine: PluginTable | None = None
     """Engine; by default the run's, with its options."""
     num_gpus: int | None = Field(None, gt=0)
@@ -101,6 +101,8 @@ class EnginesConfig(Table):
     teacher: EngineRow | None = None
     """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
     (model.opd_teacher_load), and on devices of its own."""
+    reward: EngineRow | None = None
+    """Reward model or judge, for rewards that ask one over HTTP; on devices of its own, with a tokenizer of its own."""
 
 
 class RewardTable(PluginTable):

@@ -97,6 +97,7 @@ class Simulation:
             runner=self._runner(client, config, "train"),
             filters=self.filters,
             client=client,
+            reward_engines=None,
             middlewares={},
             roles=cast("Any", {"actor": IdleRanks()}),
             residency=Residency(Devices(), client, shared=False, offload_rollout=False),

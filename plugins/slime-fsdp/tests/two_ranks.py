@@ -116,25 +116,35 @@ def sliding_window(run):
 
 def resume(run):
     """Two steps and two more; then from the checkpoint in the middle, after other random numbers were drawn."""
+    resume_with(run, "resume", {}, "")
+
+
+def resume_rounded(run):
+    """Weights and moments in bfloat16."""
+    rounded = {"main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    resume_with(run, "resume_rounded", rounded | {"precision": "bfloat16"}, "rounded_")
+
+
+def resume_with(run, name, options, prefix):
     samples = make_samples()
     mine = samples[:4] if run.rank == 0 else samples[4:]
-    backend = run.begin("resume")
-    for _ in range(2):
-        backend.train_step([pack(mine)], SequencePolicy())
-    (run.out / "checkpoint").mkdir(exist_ok=True)
-    backend.save(run.out / "checkpoint")
+    folder = run.out / f"{prefix}checkpoint"
+    backend = run.begin(name, options)
+    reports = [backend.train_step([pack(mine)], SequencePolicy()) for _ in range(2)]
+    folder.mkdir(exist_ok=True)
+    backend.save(folder)
     drawn = (random.random(), torch.rand(()).item())
     for _ in range(2):
         backend.train_step([pack(mine)], SequencePolicy())
-    run.keep("straight", backend)
+    run.keep(f"{prefix}straight", backend, **numbers(reports[0]))
     # A forward leaves gathered weights behind, which a load must not fill in place of the sharded ones.
     backend.score([pack(mine)])
-    backend.load(run.out / "checkpoint")
+    backend.load(folder)
     assert (random.random(), torch.rand(()).item()) == drawn
-    run.keep("middle", backend)
+    run.keep(f"{prefix}middle", backend)
     for _ in range(2):
         backend.train_step([pack(mine)], SequencePolicy())
-    run.keep("resumed", backend)
+    run.keep(f"{prefix}resumed", backend)
     backend.close()
 
 
@@ -266,6 +276,7 @@ def main(rank, device, *folders):
         context_parallel,
         sliding_window,
         resume,
+        resume_rounded,
         value_head,
         half_precision,
         adapters,

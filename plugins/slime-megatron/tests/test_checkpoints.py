@@ -18,6 +18,7 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 FLOAT32 = 1e-4
 """Of a weight after a step of Adam, whose direction rounding can turn where a gradient is next to nothing."""
 
@@ -43,6 +44,9 @@ def layouts(tmp_path_factory):
         "tp2-sp to pp2": case(2, PP2, load=str(kept / "tp2-sp")),
         "dp2-distributed to itself": case(2, DISTRIBUTED, load=str(kept / "dp2")),
         "dp2-distributed to one": case(1, DISTRIBUTED, load=str(kept / "dp2")),
+        "moments": case(2, DISTRIBUTED | MOMENTS, save=str(kept / "moments")),
+        "moments to itself": case(2, DISTRIBUTED | MOMENTS, load=str(kept / "moments")),
+        "moments to tp2-sp": case(2, TP2 | MOMENTS, load=str(kept / "moments")),
     }
     return run_layouts(tmp_path_factory.mktemp("layouts"), cases)
 
@@ -52,6 +56,18 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
     (one, *_), (got, *_) = layouts.ranks("one"), layouts.ranks(other)
     for name, tensor in one["after"].items():
         assert float((got["after"][name] - tensor).abs().max()) <= FLOAT32, name
+
+
+def test_moments_in_bfloat16_are_near(layouts):
+    """And are those: a whole step is 1e-2, and rounding moves one by a hundredth."""
+    (one, *_), (got, *_) = layouts.ranks("one"), layouts.ranks("moments")
+    apart = max(float((got["after"][name] - tensor).abs().max()) for name, tensor in one["after"].items())
+    assert 1e-6 < apart < 5e-4
+
+
+def test_moments_in_bfloat16_go_on_to_the_bit(layouts):
+    (expected, *_), (got, *_) = layouts.ranks("moments"), layouts.ranks("moments to itself")
+    assert all(torch.equal(got["after"][name], tensor) for name, tensor in expected["next"].items())
 
 
 @pytest.mark.parametrize(
@@ -64,6 +80,7 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
         "tp2-sp to pp2",
         "dp2-distributed to itself",
         "dp2-distributed to one",
+        "moments to tp2-sp",
     ],
 )
 def test_it_goes_on_in_another_layout(layouts, move):

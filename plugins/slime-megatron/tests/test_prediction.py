@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import COMMON, FAMILIES
 from safetensors.torch import load_file, save_file
-from test_layouts import CP2, EP2, SP2, assert_close, gradients
+from test_layouts import CP2, EP2, PP2, SP2, VPP2, assert_close, gradients
 from test_routing_replay import as_in_folders
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,7 +188,9 @@ CASES = {
     "tp2-sp": (2, SP2),
     "cp2": (2, CP2),
     "dp2-ep2": (2, EP2),
+    "pp2-vpp2": (2, VPP2),
     "tp2-sp-cp2": (4, {**SP2, **CP2}),
+    "tp2-sp-pp2": (4, {**SP2, **PP2}),
 }
 
 
@@ -200,7 +202,18 @@ def test_layouts_learn_as_one_rank_does(folder_of, tmp_path):
         name: {"model": str(folder_of("glm-4.5", 2)), "world_size": count, "options": {**told, **options}}
         for name, (count, options) in CASES.items()
     }
+    # Two steps: the last stage reads rows that the first one has trained. Then another layout goes on.
+    kept, twice = str(tmp_path / "kept"), {"adam": True, **cases["one"]}
+    cases |= {
+        "twice": {**twice, "save": str(tmp_path / "unread")},
+        "twice, pp2": {**twice, "world_size": 2, "options": {**told, **PP2}, "save": kept},
+        "pp2 to one": {**twice, "load": kept},
+    }
     done = run_layouts(tmp_path, cases)
+    (expected,), (got, _), (moved,) = (done.ranks(name) for name in ("twice", "twice, pp2", "pp2 to one"))
+    for name in expected["after"]:
+        assert_close(f"pp2, two steps: {name}", got["after"][name], expected["after"][name], 1e-4)
+        assert_close(f"pp2 to one: {name}", moved["after"][name], expected["next"][name], 1e-4)
     (one,) = done.ranks("one")
     expected = gradients(one)
     ahead = [name for name in expected if name.startswith((f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}."))]
@@ -261,13 +274,11 @@ def test_they_are_converted_there_and_back(folder_of, tmp_path):
 
 def test_what_cannot_be_trained_is_told(folder_of, tmp_path):
     raw = json.loads((folder_of("glm-4.5", 1) / "config.json").read_text())
-    told = Megatron.problems(Megatron.Config(mtp_num_layers=2, pipeline_model_parallel_size=2), 2, raw)
-    assert [problem.split(". ")[0] for problem in told] == [
+    (told,) = Megatron.problems(Megatron.Config(mtp_num_layers=2), 1, raw)
+    assert told.startswith(
         "backend.mtp_num_layers = 2: the model has 1 layers of multi-token prediction (num_nextn_predict_layers in its "
-        "config.json)",
-        "backend.mtp_num_layers = 2, backend.pipeline_model_parallel_size = 2: these layers read the embedding, which another "
-        "stage has",
-    ]
+        "config.json)"
+    )
     from families import make_family
 
     other = make_family(tmp_path / "qwen3", "qwen3")

@@ -16,8 +16,9 @@ from torch import Tensor
 from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
 from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
 from slime_core.contracts.loss import Segments
-from slime_core.errors import ModelError, unknown_name
+from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -28,6 +29,7 @@ from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_ten
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.optimizer import (
+    GradientSums,
     gradient_norm,
     learning_rate,
     make_optimizer,
@@ -89,6 +91,8 @@ class FsdpBackend(TrainBackend):
         if precision == "auto":
             precision = "bfloat16" if setup.device == "cuda" else "float32"
         compute_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        if config.main_params_dtype == "bf16" and compute_dtype != torch.bfloat16:
+            raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs precision = "bfloat16" too.')
         cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
         needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
         ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)
@@ -114,7 +118,7 @@ class FsdpBackend(TrainBackend):
             placement=placement,
             folder=folder,
             model=model,
-            optimizer=make_optimizer(model, setup.optimizer),
+            optimizer=make_optimizer(model, setup.optimizer, config),
             copies={
                 name: build_model(copy, config, placement, seed=setup.seed, trained=False)
                 for name, copy in copy_folders.items()
@@ -155,6 +159,8 @@ class FsdpBackend(TrainBackend):
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
         loss = torch.zeros((), device=trainer.placement.device)
         sums: dict[str, Tensor] = {}
+        parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        gradients = GradientSums(parameters)
         for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
             micro, plan = self._prepare(whole)
@@ -167,10 +173,12 @@ class FsdpBackend(TrainBackend):
                 values=outputs.values,
             )
             result.loss.backward()
+            if number < len(micros):
+                gradients.take()
             loss += result.loss.detach()
             for name, value in result.sums.items():
                 sums[name] = sums[name] + value if name in sums else value
-        parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        gradients.give()
         norm = gradient_norm(parameters).to(loss.device)
         finite = trainer.ranks.all_agree(loss.isfinite() & norm.isfinite())
         # One transfer to the host for all numbers of the step.
@@ -208,7 +216,8 @@ class FsdpBackend(TrainBackend):
             raise ModelError(
                 f"{self._ready.folder.path}: backend fsdp knows no images of a {self._ready.folder.config.model_type}."
             )
-        shared = share_prompts(micro) if self._config.shares_prompts else None
+        recurrent = self._ready.model.has_delta_nets
+        shared = share_prompts(micro) if self._config.shares_prompts and not recurrent else None
         if shared is not None:
             micro, table = shared
         elif layout.cp_size > 1:
@@ -227,6 +236,8 @@ class FsdpBackend(TrainBackend):
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
         )
+        if recurrent:
+            plan = replace(plan, recurrence=plan_recurrence(table.query_lengths, placement.device))
         return micro.to(placement.device), plan
 
     def _segments(self, micro: MicroBatch) -> Segments:

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from slime_core.training.rounded_adamw import local
 from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.gather import gathered
-from slime_fsdp.optimizer import local
 from slime_fsdp.packed_model import PackedModel
 
 LAYER = re.compile(r"^.*?\.\d+\.")

@@ -1,20 +1,23 @@
-"""AdamW or plain SGD over the trained parameters, the learning-rate schedule, the gradient norm."""
+"""AdamW or plain SGD over the trained parameters, the learning-rate schedule, gradients' sums and their norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slime_core.config.train import OptimizerConfig
 from slime_core.errors import ConfigError
+from slime_core.training.rounded_adamw import STORED, RoundedAdamW, local
+from slime_fsdp.plugin import FsdpConfig
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, options: FsdpConfig) -> torch.optim.Optimizer:
     """Weight decay is decoupled and left off vectors (norms, biases)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -25,8 +28,23 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "sgd":
+        if options.rounds_state:
+            raise ConfigError(
+                'train.optimizer = "sgd": plain SGD keeps float32 weights and no moments; leave backend.main_params_dtype, '
+                "exp_avg_dtype and exp_avg_sq_dtype out."
+            )
         return torch.optim.SGD(groups, lr=config.lr, foreach=True)
     betas = (config.adam_beta1, config.adam_beta2)
+    if options.rounds_state:
+        return RoundedAdamW(
+            groups,
+            lr=config.lr,
+            betas=betas,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            exp_avg_dtype=STORED[options.exp_avg_dtype],
+            exp_avg_sq_dtype=STORED[options.exp_avg_sq_dtype],
+        )
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
@@ -44,21 +62,58 @@ def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) ->
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
+class GradientSums:
+    """Sums over micro-batches in float32, of weights whose own gradients are bfloat16."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+        self._sums: dict[int, Tensor] = {}
+
+    def take(self) -> None:
+        """What the backward of a micro-batch left, unless it was the last."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            if number in self._sums:
+                self._sums[number] += gradient
+            else:
+                self._sums[number] = gradient.float()
+            parameter.grad = None
+
+    def give(self) -> None:
+        """Adds them to what the last one left: rounded once."""
+        for number, total in self._sums.items():
+            parameter = self._parameters[number]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            gradient.copy_(total.add_(gradient))
+        self._sums.clear()
+
+
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Global L2 norm, a scalar that is the same on every rank. A collective where gradients are sharded."""
+    """Global L2 norm, a float32 scalar that is the same on every rank. A collective where gradients are sharded."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(gradient.dtype == torch.bfloat16 for gradient in gradients):
+        return norm_of_rounded(gradients)
     norm = torch.nn.utils.get_total_norm(gradients, 2.0)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def norm_of_rounded(gradients: Sequence[Tensor]) -> Tensor:
+    """Of sharded gradients; torch's own would be added up in bfloat16."""
+    norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2.0, dtype=torch.float32)
+    squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+    meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}
+    for mesh in meshes:
+        dist.all_reduce(squares, group=mesh.get_group())
+    return squares.sqrt()
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, factor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
@@ -69,7 +124,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state[parameter]
-            if not state:
+            if isinstance(optimizer, RoundedAdamW):
+                state = optimizer.state_of(parameter)
+            elif not state:
                 # As AdamW's own first step does for fused=True.
                 state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -81,5 +138,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, Tensor):
+            # A count that is read on the host stays there.
+            if isinstance(value, Tensor) and not (key == "step" and isinstance(optimizer, RoundedAdamW)):
                 state[key] = value.to(device, non_blocking=device.type != "cpu")

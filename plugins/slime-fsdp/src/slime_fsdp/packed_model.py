@@ -25,11 +25,13 @@ from slime_core.invariant.mode import InvariantKernels
 from slime_core.invariant.products import product_shapes, require_equal_rows
 from slime_core.onednn import onednn_available, use_onednn
 from slime_core.training.head import EntropyMode, chunk_positions
+from slime_core.training.rounded_adamw import STORED
 from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
+from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_nets
 from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
 from slime_fsdp.vision import hidden_states
@@ -64,6 +66,11 @@ class PackedModel(nn.Module):
         self.head = head
         self.log_probs_chunk_size = log_probs_chunk_size
         self.true_on_policy = true_on_policy
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """Then plans have a recurrence."""
+        return bool(delta_nets(self.model))
 
     @property
     def sees_images(self) -> bool:
@@ -124,7 +131,7 @@ def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
 def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str, Any]:
     """What a model hands down to its attention: our plan, or the names that transformers' flash attention reads."""
     if model.config._attn_implementation == PACKED:
-        return {"attention_plan": plan}
+        return {"attention_plan": plan, **delta_arguments(plan.recurrence)}
     return {
         "cu_seq_lens_q": plan.cu_queries,
         "cu_seq_lens_k": plan.cu_keys,
@@ -168,10 +175,14 @@ def build_model(
     else:
         model = folder.empty_model(attention)
         adapters = with_adapters(model, folder, config, seed) if wants_adapters else None
+    pack_delta_nets(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, config))
-    store_parameters(model, frozen_dtype(folder, placement, trained=trained, adapters=wants_adapters))
+    kept = STORED[config.main_params_dtype] if trained else torch.float32
+    store_parameters(model, kept, frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters))
     if placement.true_on_policy:
+        if delta_nets(model):
+            raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
         require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif wants_onednn(config, placement):
         use_onednn(model)
@@ -214,17 +225,20 @@ def with_adapters(model: PreTrainedModel, folder: ModelFolder, config: FsdpConfi
     return add_adapters(model, decoder_layers(model), config, folder, seed=seed)
 
 
-def frozen_dtype(folder: ModelFolder, placement: Placement, *, trained: bool, adapters: bool) -> torch.dtype:
-    """The base of adapters is exported, so it loses nothing: lower precision only where the files have no more."""
+def frozen_dtype(
+    folder: ModelFolder, placement: Placement, kept: torch.dtype, *, trained: bool, adapters: bool
+) -> torch.dtype:
+    """The base of adapters is exported, so it loses nothing: lower precision only where the files have no more. `kept`: what
+    trained weights are kept in."""
     if not trained or (adapters and folder.dtype == placement.compute_dtype):
         return placement.compute_dtype
-    return torch.float32
+    return kept
 
 
-def store_parameters(model: PreTrainedModel, frozen: torch.dtype) -> None:
-    """Trained ones in float32. Parameters only: buffers such as rotary frequencies keep their own precision."""
+def store_parameters(model: PreTrainedModel, trained: torch.dtype, frozen: torch.dtype) -> None:
+    """Parameters only: buffers such as rotary frequencies keep their own precision."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
 
 
 def is_trained(name: str, config: FsdpConfig) -> bool:

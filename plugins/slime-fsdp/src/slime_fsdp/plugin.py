@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,8 @@ from slime_core.contracts.needs import Need
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 
+StoredDtype = Literal["fp32", "bf16"]
+
 # Keys of a config.json that ask for something the packed forward does not do, each with the values that do not ask.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
@@ -28,6 +30,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 WITH_IMAGES = frozenset({"qwen3_vl"})
 """Model types whose images the packed forward knows."""
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+WITH_LINEAR_ATTENTION = frozenset({"qwen3_next"})
+"""Model types whose states are kept apart from sequence to sequence."""
 
 
 class FsdpConfig(DriverConfig):
@@ -36,8 +40,15 @@ class FsdpConfig(DriverConfig):
     context_parallel_size: int = Field(1, gt=0)
     """Ranks that share the tokens of each sequence (zigzag); the number of ranks must divide by it."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What forward and backward compute in; weights, gradient sums and optimiser are always float32. auto: float32 on
-    the CPU, bfloat16 on GPUs."""
+    """What forward and backward compute in; weights, gradient sums and optimiser are float32 unless the three options below
+    say otherwise. auto: float32 on the CPU, bfloat16 on GPUs."""
+    main_params_dtype: StoredDtype = "fp32"
+    """What trained weights are kept in. bf16: 2 bytes each in place of 4, rounded stochastically after every step, since
+    most steps of a small learning rate are less than bfloat16 can tell; needs precision bfloat16."""
+    exp_avg_dtype: StoredDtype = "fp32"
+    """What Adam's first moment is kept in."""
+    exp_avg_sq_dtype: StoredDtype = "fp32"
+    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
@@ -81,6 +92,10 @@ class FsdpConfig(DriverConfig):
     @property
     def trains_adapters(self) -> bool:
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    @property
+    def rounds_state(self) -> bool:
+        return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     @property
     def can_share_prompts(self) -> bool:
@@ -155,7 +170,32 @@ class Fsdp(BackendDriver):
             problems.append(
                 'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
             )
+        if config.main_params_dtype == "bf16" and config.precision == "float32":
+            problems.append(
+                'backend.main_params_dtype = "bf16": there is nothing to compute in float32 then; say precision = "bfloat16".'
+            )
+        if config.main_params_dtype == "bf16" and config.trains_adapters:
+            problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
+        if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
+            problems += linear_attention_problems(config)
         return problems + adapter_problems(config) + architecture_problems(model_config)
+
+
+def linear_attention_problems(config: FsdpConfig) -> list[str]:
+    problems = []
+    if config.attn_implementation != "packed":
+        problems.append(
+            f'backend.attn_implementation = "{config.attn_implementation}": linear attention needs "packed", or states would '
+            "run on from one sequence into the next."
+        )
+    if config.context_parallel_size > 1:
+        problems.append(
+            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not cut over ranks here; "
+            "leave it out, or use backend megatron."
+        )
+    if config.share_prompts:
+        problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
+    return problems
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:
@@ -200,10 +240,16 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
-    unpacked = sorted(set(model_config.get("layer_types") or ()) - PACKED_LAYERS)
-    if unpacked:
-        problems.append(
-            f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
-            f"{' and '.join(sorted(PACKED_LAYERS))}."
-        )
-    return problems
+    return problems + layer_problems(model_type, model_config.get("layer_types"))
+
+
+def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:
+    """`kinds`: layer_types of its config, or of what transformers makes of it."""
+    packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
+    unpacked = sorted(set(kinds or ()) - packed)
+    if not unpacked:
+        return []
+    return [
+        f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
+        f"{' and '.join(sorted(PACKED_LAYERS))}."
+    ]

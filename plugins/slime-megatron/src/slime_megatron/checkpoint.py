@@ -23,15 +23,17 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
 from slime_core.training.random_state import random_state, restore_random_state
+from slime_core.training.rounded_adamw import RoundedAdamW
 from slime_core.training.written_files import check_sizes, sizes_of
 from slime_megatron.copies import Values, copied, put, replaced
+from slime_megatron.optimizer import parts_of
 
 MANIFEST = "megatron.json"
 STATE = "state"
@@ -127,10 +129,6 @@ def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
                 state["step"] = torch.tensor(float(steps_done))
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-
-
 @torch.no_grad()
 def fill_state(optimizer: Any, config: Any = None) -> None:
     if not isinstance(optimizer, torch.optim.AdamW):
@@ -139,6 +137,9 @@ def fill_state(optimizer: Any, config: Any = None) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
+                if isinstance(optimizer, RoundedAdamW):
+                    optimizer.state_of(parameter)["step"] = ONE.clone()
+                    continue
                 state["step"] = ONE.clone()
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)

@@ -6,8 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+
+from slime_megatron.optimizer import parts_of
 
 if TYPE_CHECKING:
     from slime_megatron.process import Ranks
@@ -25,8 +27,7 @@ def is_finite_step(optimizer: MegatronOptimizer, loss: Tensor, ranks: Ranks) -> 
 @torch.no_grad()
 def clip(optimizer: MegatronOptimizer, norm: float) -> None:
     """Not Megatron's own, which wants CUDA tensors."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
+    for part in parts_of(optimizer):
         limit = part.config.clip_grad
         name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
         gradients = [g for p in part.get_parameters() if (g := getattr(p, name, None)) is not None]

@@ -7,13 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime_core.config.train import OptimizerConfig
 from slime_core.errors import ConfigError
+from slime_core.training.rounded_adamw import STORED, RoundedAdamW
 from slime_megatron.cpu import float_types_of_cuda
 from slime_megatron.model import Placement
 from slime_megatron.options import OPTIMIZER
@@ -53,9 +54,40 @@ def make_optimizer(
         record = MegatronOptimizerConfig(**fields)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    if options.rounds_moments and config.optimizer != "adam":
+        raise ConfigError(
+            f'train.optimizer = "{config.optimizer}": it has no moments; leave backend.exp_avg_dtype and exp_avg_sq_dtype out.'
+        )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with float_types_of_cuda(parameters) if placement.device.type == "cpu" else nullcontext():
-        return get_megatron_optimizer(record, list(chunks))
+        optimizer = get_megatron_optimizer(record, list(chunks))
+    if options.rounds_moments:
+        for part in parts_of(optimizer):
+            if part.optimizer is not None:
+                part.optimizer = with_rounded_moments(part.optimizer, config, options)
+    return optimizer
+
+
+def with_rounded_moments(
+    adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions
+) -> RoundedAdamW:
+    """In its place: over the same groups, which Megatron goes on holding."""
+    rounded = RoundedAdamW(
+        # Those of Megatron may be views, which torch's own check refuses.
+        [torch.zeros(0)],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        exp_avg_dtype=STORED[options.exp_avg_dtype],
+        exp_avg_sq_dtype=STORED[options.exp_avg_sq_dtype],
+    )
+    rounded.param_groups = adam.param_groups
+    return rounded
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator
 
@@ -20,6 +20,7 @@ from slime_megatron.options import OWNED, installed_options, megatron_folder
 
 BRIDGES: Final = "slime_megatron.bridges"
 """Entry-point group: `model_type` of a config.json to the bridge of its family."""
+StoredDtype = Literal["fp32", "bf16"]
 HOW_TO_INSTALL: Final = 'Megatron-core is not installed here: pip install "slime-megatron[core]".'
 
 
@@ -46,17 +47,25 @@ class MegatronOptions(DriverConfig):
     """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off."""
     fp16: bool = False
     """Compute in float16 with a loss scale."""
+    exp_avg_dtype: StoredDtype = "fp32"
+    """What Adam's first moment is kept in; with or without Transformer Engine."""
+    exp_avg_sq_dtype: StoredDtype = "fp32"
+    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     mtp_num_layers: int = Field(0, ge=0)
     """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay as they
-    are. Without pipeline parallelism."""
+    are."""
     mtp_loss_scaling_factor: float = Field(0.2, ge=0)
     """Of the mean of their cross-entropies in the loss."""
     freeze_params_name_list: tuple[str, ...] = ()
     """Regular expressions: parameters whose Megatron name matches one are not trained."""
     only_train_params_name_list: tuple[str, ...] = ()
     """Regular expressions: if any is given, only parameters that match one are trained."""
+
+    @property
+    def rounds_moments(self) -> bool:
+        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     @property
     def shape(self) -> Shape:
@@ -162,6 +171,13 @@ class Megatron(BackendDriver):
             problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
         if config.fp16 and config.bf16:
             problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
+        if config.rounds_moments:
+            problems += [
+                f"backend.{name} = true: it keeps moments in a way of its own; leave backend.exp_avg_dtype and "
+                "exp_avg_sq_dtype out, or it."
+                for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+                if getattr(config, name, None)
+            ]
         if config.mtp_num_layers:
             problems += prediction_problems(config, model_config)
         return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
@@ -174,11 +190,6 @@ def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]
         problems.append(
             f"{given}: the model has {there} layers of multi-token prediction (num_nextn_predict_layers in its config.json). "
             + (f"Say {there} or less." if there else "Leave it out.")
-        )
-    if config.pipeline_model_parallel_size > 1:
-        problems.append(
-            f"{given}, backend.pipeline_model_parallel_size = {config.pipeline_model_parallel_size}: these layers read the "
-            "embedding, which another stage has. Leave one of them out."
         )
     return problems
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
+
+from slime_megatron.optimizer import parts_of
 
 
 def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, weights: bool = True) -> None:
@@ -48,10 +50,6 @@ def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, others: bo
                 tensor.data = tensor.data.to(device)
     for part in parts_of(optimizer) if others else ():
         part.restore_from_cpu()
-
-
-def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def buffers_of(chunks: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
@@ -46,6 +46,10 @@ class Architecture:
     mla: bool = False
     sandwich_norms: bool = False
     """A norm behind attention and MLP too, before the residual is added."""
+    choosers: tuple[int, ...] = ()
+    """For each layer, the number (from 1) of the one that chooses its keys; empty: attention is dense."""
+    interleaved_indexer: bool = False
+    """Positions are embedded in neighbouring features where keys are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,9 @@ class Bridge(ABC):
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions: tensors of a folder that nothing need be made of. `{layers_behind}` stands for the numbers of the
     layers of multi-token prediction."""
+
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention"})
+    """What layer_types of a config may say."""
 
     @abstractmethod
     def architecture(self) -> Architecture: ...
@@ -162,10 +169,10 @@ class Bridge(ABC):
         if config.hidden_act != "silu":
             raise ModelError(f"the model's config.json says hidden_act = {config.hidden_act}: only silu is computed.")
         if getattr(config, "use_sliding_window", False) or any(
-            kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()
+            kind not in self.layer_kinds for kind in getattr(config, "layer_types", None) or ()
         ):
             raise ModelError(
-                "the model has layers that are not full attention: backend megatron does not compute them."
+                "the model has layers that are not full attention: backend megatron does not compute them for this family."
             )
         return {
             "num_layers": config.num_hidden_layers,
@@ -288,3 +295,11 @@ def sigmoid_moe_weights() -> dict[str, Weight]:
         ),
         "mlp.shared_experts.linear_fc2.weight": Plain(names=("mlp.shared_experts.down_proj.weight",)),
     }
+
+
+def choosers_of(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Numbers, from 1, of the layers whose choice each layer takes. `kinds`: "full" or "shared"."""
+    found: list[int] = []
+    for number, kind in enumerate(kinds, 1):
+        found.append(found[-1] if kind == "shared" and found else number)
+    return tuple(found)
