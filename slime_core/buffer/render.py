@@ -255,8 +255,12 @@ def with_times(text: str, videos: Sequence[Image], origin: str) -> str:
             f"{origin}: {len(videos)} videos, and {len(pieces) - 1} times {VIDEO_MARK} in the prompt: the template, or the "
             "prompt where there is none, must write it once for each video"
         )
-    marks = ["".join(f"<{second:.1f} seconds>{VIDEO_MARK}" for second in video.seconds) for video in videos]
-    return pieces[0] + "".join(mark + piece for mark, piece in zip(marks, pieces[1:], strict=True))
+    return pieces[0] + "".join(timed_mark(video) + piece for video, piece in zip(videos, pieces[1:], strict=True))
+
+
+def timed_mark(video: Image) -> str:
+    """What stands for a video in the text."""
+    return "".join(f"<{second:.1f} seconds>{VIDEO_MARK}" for second in video.seconds)
 
 
 def _shown(value: Any, length: int = 60) -> str:
