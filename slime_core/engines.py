@@ -57,6 +57,7 @@ async def start_engines(
         indices: range,
         num_devices: int,
         *,
+        first_place: int = 0,
         devices_before: int = 0,
         offload: bool = False,
         routed_experts: bool = False,
@@ -69,6 +70,7 @@ async def start_engines(
                 engine=engine.spec(),
                 setup=EngineSetup(
                     index=index,
+                    place=first_place + index - indices.start,
                     model_path=model,
                     device=on,
                     seed=config.seed + index,
@@ -97,6 +99,8 @@ async def start_engines(
             row.model_path,
             range(start, start + row.num_engines),
             row.num_devices,
+            # Without options of its own its servers are listed behind the policy's.
+            first_place=start if row.engine is run.engine else 0,
             devices_before=devices + sum(other.num_engines * other.num_devices for other in before),
             reward_model=reward_model,
         )

@@ -410,7 +410,8 @@ def local_launcher(run: BoundRun) -> list[str]:
 
 
 def layout(run: BoundRun) -> list[str]:
-    problems: list[str] = list(run.engine.driver.problems(run.engine.config))
+    engines = [run.engine, *(row.engine for row in run.served)]
+    problems = list(dict.fromkeys(p for engine in engines for p in engine.driver.problems(engine.config)))
     for role in run.roles:
         try:
             model_config = json.loads((role.model_path / "config.json").read_text())

@@ -69,6 +69,8 @@ class Memory(StrEnum):
 class EngineSetup:
     index: int
     """Which engine of the run this is."""
+    place: int = 0
+    """Which of those with these options: servers that run already are listed so."""
     model_path: Path
     """Hugging Face folder: architecture, tokenizer, and the weights to start with."""
     device: Literal["cpu", "cuda"]
