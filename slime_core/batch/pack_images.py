@@ -38,10 +38,11 @@ class PixelCache:
             self._processor = self._load()
         return self._processor
 
-    def pixels(self, data: bytes) -> Pixels:
+    def pixels(self, image: Image) -> Pixels:
+        data = image.data
         found = self._held.get(data)
         if found is None:
-            found = self._held[data] = self.processor.pixels(Image(data=data))
+            found = self._held[data] = self.processor.pixels(image)
             self._size += found.values.nbytes
             while self._size > self._limit and len(self._held) > 1:
                 self._size -= self._held.popitem(last=False)[1].values.nbytes
@@ -65,14 +66,15 @@ def pack_images(batch: Batch, samples: Int64, cache: PixelCache | None) -> Micro
         seen = []
         for number, places in zip(images.of_sample(sample).tolist(), images.places_of(sample), strict=True):
             if number not in pixels:
-                pixels[number] = cache.pixels(images.encoded(number))
+                pixels[number] = cache.pixels(images.image(number))
                 first[number] = features
                 features += pixels[number].num_tokens
-            seen.append(Seen(first[number] + np.arange(pixels[number].num_tokens), places))
+            rows = first[number] + np.arange(pixels[number].num_tokens)
+            seen.append(Seen(rows, places, cache.processor.token_of(images.image(number))))
         of_tokens.append(token_features(batch, sample, seen, cache.processor.token_id))
     return MicroImages(
         pixel_values=torch.from_numpy(np.concatenate([image.values for image in pixels.values()])),
-        grid_thw=torch.from_numpy(np.stack([image.grid_thw for image in pixels.values()])),
+        grid_thw=torch.from_numpy(np.concatenate([image.grids for image in pixels.values()])),
         feature_of_token=torch.from_numpy(np.concatenate(of_tokens)),
     )
 
@@ -82,6 +84,7 @@ class Seen(NamedTuple):
 
     rows: Int64
     places: tuple[int, ...]
+    token_id: int
 
 
 def token_features(batch: Batch, sample: int, seen: Sequence[Seen], token_id: int) -> Int64:
@@ -96,7 +99,8 @@ def token_features(batch: Batch, sample: int, seen: Sequence[Seen], token_id: in
     rows = np.concatenate([image.rows for image in seen])
     if all(image.places for image in seen):
         places = np.concatenate([places_of(image) for image in seen])
-        fits = len(places) == len(rows) and places.max() < len(tokens) and bool((tokens[places] == token_id).all())
+        wanted = np.repeat([image.token_id for image in seen], [len(image.rows) for image in seen])
+        fits = len(places) == len(rows) and places.max() < len(tokens) and bool((tokens[places] == wanted).all())
     else:
         places = np.flatnonzero(tokens[:prompt_length] == token_id)
         fits = len(places) == len(rows)

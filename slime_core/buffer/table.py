@@ -31,7 +31,14 @@ from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, Ver
 
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE: Final = pa.struct(
-    [("name", pa.string()), ("data", pa.binary()), ("places", pa.list_(pa.int32())), ("num_tokens", pa.int32())]
+    [
+        ("name", pa.string()),
+        ("data", pa.binary()),
+        ("places", pa.list_(pa.int32())),
+        ("num_tokens", pa.int32()),
+        ("frames", pa.int32()),
+        ("seconds", pa.list_(pa.float64())),
+    ]
 )
 _SPAN_REWARD: Final = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("value", pa.float64())])
 
@@ -252,7 +259,9 @@ def _read_prompt(row: int, plain: dict[str, Any], lists: dict[str, Any], previou
 def _read_images(written: list[dict[str, Any]] | None, previous: Prompt | None) -> tuple[Image, ...]:
     if written is None:
         return () if previous is None else previous.images
-    return tuple(Image(**{**image, "places": tuple(image["places"])}) for image in written)
+    return tuple(
+        Image(**{**image, "places": tuple(image["places"]), "seconds": tuple(image["seconds"])}) for image in written
+    )
 
 
 def _read_experts(table: pa.Table) -> list[RoutedExperts | None]:

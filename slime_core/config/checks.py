@@ -366,6 +366,15 @@ def images(run: BoundRun) -> list[str]:
     ]
     if run.generates and Capability.IMAGES not in run.engine.driver.may_offer:
         problems.append(f'{asked}: engine "{run.engine.name}" takes no images. Say --engine with one that does.')
+    elif (
+        run.generates
+        and Capability.VIDEOS not in run.engine.driver.may_offer
+        and "video" in run.config.data.multimodal_keys
+    ):
+        problems.append(
+            f'{asked}: engine "{run.engine.name}" takes images, and no videos. Say --engine with one that does, or give '
+            "frames as images."
+        )
     if run.teacher is not None:
         problems.append(
             f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "

@@ -46,6 +46,8 @@ class Capability(StrEnum):
     """Gives the log-probs of tokens that it is given, as a teacher does."""
     IMAGES = "images"
     """Takes requests with images, for the model that it has."""
+    VIDEOS = "videos"
+    """And with videos, which it is given as frames (`Image.frames`)."""
     HTTP = "http"
     """Serves a reward model to others, at `EngineInfo.address`."""
     REPLAY = "replay"

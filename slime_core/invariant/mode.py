@@ -130,7 +130,7 @@ _ONLY_MOVED: Final = (
     "split_with_sizes split_with_sizes_copy unbind cat stack clone copy _to_copy detach alias lift_fresh as_strided embedding "
     "index index_select index_copy index_put gather scatter scatter_add constant_pad_nd repeat arange empty empty_like "
     "empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full full_like fill zero "
-    "scalar_tensor _local_scalar_dense set resize record_stream is_same_size unfold movedim flatten"
+    "scalar_tensor _local_scalar_dense _foreach_copy set resize record_stream is_same_size unfold movedim flatten"
 )  # fmt: skip
 HARMLESS: Final = frozenset(f"{_ROUNDED_ALIKE} {_ONLY_MOVED}".split())
 """Names in `aten`, without overloads and without the underscore of what works in place."""

@@ -6,7 +6,7 @@ S samples, U distinct images, K images of all samples, P places that are known o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,22 +31,25 @@ class BatchImages:
     """(P,) `Image.places`, one image after the other."""
     place_counts: npt.NDArray[np.int32]
     """(K,) places of each; 0: its features stand at the image tokens of the prompt."""
+    frames: npt.NDArray[np.int32]
+    """(U,) `Image.frames` of each distinct image."""
 
     @classmethod
     def of(cls, images_of_samples: Sequence[Sequence[Image]]) -> BatchImages | None:
         """None if no sample has an image."""
-        distinct: dict[bytes, int] = {}
         every = [image for images in images_of_samples for image in images]
-        which = [distinct.setdefault(image.data, len(distinct)) for image in every]
+        distinct = {image.data: image for image in every}
         if not distinct:
             return None
+        numbers = {data: number for number, data in enumerate(distinct)}
         return cls(
             data=np.frombuffer(b"".join(distinct), np.uint8),
             offsets=np.cumsum([0, *map(len, distinct)], dtype=np.int64),
-            which=np.array(which, np.int32),
+            which=np.array([numbers[image.data] for image in every], np.int32),
             counts=np.array([len(images) for images in images_of_samples], np.int32),
             places=np.array([place for image in every for place in image.places], np.int32),
             place_counts=np.array([len(image.places) for image in every], np.int32),
+            frames=np.array([image.frames for image in distinct.values()], np.int32),
         )
 
     def __len__(self) -> int:
@@ -55,6 +58,10 @@ class BatchImages:
     def encoded(self, number: int) -> bytes:
         """The bytes of a distinct image."""
         return self.data[self.offsets[number] : self.offsets[number + 1]].tobytes()
+
+    def image(self, number: int, places: tuple[int, ...] = ()) -> Image:
+        """A distinct image, at these places."""
+        return Image(data=self.encoded(number), places=places, frames=int(self.frames[number]))
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -77,14 +84,16 @@ class BatchImages:
 
     def take(self, samples: npt.NDArray[np.integer]) -> BatchImages | None:
         """The images of these samples, in this order; None if they have none."""
-        encoded: dict[int, bytes] = {}
-        for sample in samples:
-            for number in self.of_sample(int(sample)).tolist():
-                encoded.setdefault(number, self.encoded(number))
+        known: dict[int, Image] = {}
 
         def images(sample: int) -> list[Image]:
             numbers = self.of_sample(sample).tolist()
             told = zip(numbers, self.places_of(sample), strict=True)
-            return [Image(data=encoded[number], places=places) for number, places in told]
+            return [
+                replace(
+                    known[number] if number in known else known.setdefault(number, self.image(number)), places=places
+                )
+                for number, places in told
+            ]
 
         return BatchImages.of([images(int(sample)) for sample in samples])

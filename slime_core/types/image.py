@@ -1,4 +1,4 @@
-"""Image: one picture of a prompt, as it was encoded."""
+"""Image: one picture or video of a prompt, as it was encoded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """The bytes of an image file that decodes, upright. Pixels are computed from them where they are needed."""
+    """The bytes of an image file that decodes, upright. Pixels are computed from them where they are needed.
+
+    A video is one image of all its frames, one below the other, which two by two make a place in the tokens.
+    """
 
     data: bytes = field(repr=False)
     name: str = ""
@@ -17,3 +20,11 @@ class Image:
     tokens of the prompt, in order."""
     num_tokens: int = 0
     """Features; 0: not counted yet."""
+    frames: int = 0
+    """Of a video, an even number; 0: a picture."""
+    seconds: tuple[float, ...] = ()
+    """Of a video: the time of each two frames."""
+
+    @property
+    def num_places(self) -> int:
+        return max(1, self.frames // 2)

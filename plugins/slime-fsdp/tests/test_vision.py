@@ -23,6 +23,8 @@ from slime_core.testing.tiny_vision import (
     load_plain_vision,
     make_tiny_vision_model,
     noise,
+    video_log_probs_of,
+    video_prompt,
     with_stand_in,
 )
 from slime_fsdp.backend import FsdpBackend
@@ -206,3 +208,38 @@ def test_images_behind_what_is_learnt(folder, processor, plain):
         np.testing.assert_allclose(found[:2], early, atol=1e-5)
         np.testing.assert_allclose(found[-2:], late, atol=1e-5)
         backend.close()
+
+
+def test_videos_are_those_of_transformers(folder, processor):
+    """Which are told to it as videos; here they are as many images as two frames are one. Log-probs and a gradient."""
+    plain = load_plain_vision(folder)
+    films = [[noise(16, 8, n) for n in range(5)], [noise(8, 24, n) for n in range(2)]]
+    prompts = [
+        video_prompt(folder, processor, 0, 9, films[0], 10),
+        video_prompt(folder, processor, 1, films[1], 11, films[0], 12),
+        video_prompt(folder, processor, 2, 9, films[0][::-1], 10),
+    ]
+    answers = [[12, 13, 14], [15, 16], [12, 13, 14]]
+    samples = [image_sample(prompt, n, answer) for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
+    wanted = []
+    for sample in samples:
+        pixels = [processor.pixels(video) for video in sample.prompt.images]
+        values, grids = (np.concatenate([one.values for one in pixels]), np.stack([one.grid_thw for one in pixels]))
+        wanted.append(video_log_probs_of(plain, values, grids, sample.prompt.token_ids, sample.response_tokens))
+    (-torch.cat(wanted).sum()).backward()
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert float((wanted[0] - wanted[2]).detach().abs().max()) > 0.1
+
+    backend, found = backend_of(folder), {}
+    real = backend._step
+    backend._step = lambda parameters, norm, lr: (
+        found.update({n: p.grad.clone() for n, p in backend._ready.model.model.named_parameters()}),
+        real(parameters, norm, lr),
+    )
+    micro = pack_micro_batch(image_batch(samples), np.arange(3), pixels=PixelCache(lambda: processor))
+    np.testing.assert_allclose(backend.score([micro])[0].log_probs, torch.cat(wanted).detach(), atol=1e-5)
+    backend.train_step([micro], Sum())
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, atol=2e-5 * largest, err_msg=name)
+    backend.close()

@@ -130,6 +130,22 @@ def test_an_environment_that_raises_is_told():
         play({"id": "slime_guesses"}, lambda text: "?")
 
 
+def test_an_episode_that_is_late_fails_with_the_environments_word():
+    late = {"timeout": {"episode": 0.5}}
+    with pytest.raises(AgentFailed, match=r"slime_guesses: TimeoutError: GuessEnv.run\(\) exceeded its 0.5s deadline"):
+        play({"id": "slime_guesses"}, lambda text: "!", env=late)
+    with pytest.raises(AgentFailed, match=r"it had not ended within 0\.5 s, and has no reward"):
+        play({"id": "slime_guesses"}, lambda text: "!", timeout_s=0.5)
+
+
+def test_an_attempt_that_is_repeated_counts_if_it_goes_well():
+    said = iter(["?", "3"])
+    retries = {"retries": {"max_retries": 1}}
+    [sample], engine = play({"id": "slime_guesses"}, lambda text: next(said), env=retries)
+    assert (len(engine.requests), sample.reward) == (2, 1.0)
+    assert pieces(sample) == [(1, "3<e>")]
+
+
 def test_an_engine_that_dies_is_told_as_such():
     with pytest.raises(EngineError, match="the engine died"):
         play({"id": "slime_sums"}, lambda text: "8", failure=EngineError("the engine died"))

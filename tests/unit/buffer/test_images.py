@@ -259,10 +259,10 @@ def test_images_may_stand_behind_what_is_learnt(some_groups, folder):
 def test_a_small_cache_computes_again(folder):
     processor = ImageProcessor(folder)
     cache = PixelCache(lambda: processor, limit=1)
-    first = cache.pixels(SMALL.data)
-    assert cache.pixels(SMALL.data) is first
-    cache.pixels(WIDE.data)
-    again = cache.pixels(SMALL.data)
+    first = cache.pixels(SMALL)
+    assert cache.pixels(SMALL) is first
+    cache.pixels(WIDE)
+    again = cache.pixels(SMALL)
     assert again is not first
     np.testing.assert_array_equal(again.values, first.values)
 

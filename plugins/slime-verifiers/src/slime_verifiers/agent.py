@@ -42,11 +42,15 @@ class EnvironmentAgent(Agent):
         env = await self._served()
         client = vf.EvalClientConfig(base_url=task.base_url, api_key_var="SLIME_NO_KEY")
         context = vf.ModelContext(model=task.model, client=client)
-        episode = await env.run_episode(task_of(env, task), context, on_trace=lambda trace: task.name_thread(trace.id))
-        if failed := [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
-            raise AgentFailed(f"{episode.env.id}: {failed[0].type}: {failed[0].message}")
+        (slot,) = env.slots(task_of(env, task))
+        episode = await env.run_slot(slot, context, on_trace=lambda trace: task.name_thread(trace.id))
+        if not env.complete(episode):
+            # Errors of attempts that were repeated, and then went well, are kept beside these.
+            told = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
+            if told:
+                raise AgentFailed(f"{episode.env.id}: {told[-1].type}: {told[-1].message}")
         names = sorted({trace.agent.name for trace in episode.traces if trace.agent.trainable})
-        return {trace.id: earned(trace, names) for trace in episode.traces}
+        return {trace.id: earned(trace, names) for trace in episode.traces if not trace.errors or trace.ok}
 
     async def close(self) -> None:
         self._ending.set()

@@ -1,5 +1,7 @@
 """A user who is the environment itself answers each guess, so an episode has several turns."""
 
+import asyncio
+
 import verifiers.v1 as vf
 
 
@@ -28,6 +30,8 @@ class GuessEnv(vf.Env[GuessConfig]):
         async with agents.player.interaction(task) as player:
             said = await player.turn("Guess.")
             while not said.terminated and said.last_reply != str(task.data.number):
+                if said.last_reply == "!":
+                    await asyncio.sleep(60)
                 if said.last_reply == "?":
                     raise RuntimeError("the player does not know what a number is")
                 said = await player.turn("more" if int(said.last_reply) < task.data.number else "less")
