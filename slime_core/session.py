@@ -287,8 +287,8 @@ class Session:
         """A checkpoint of the state as it is, with the groups of steps that were collected ahead. With
         `checkpoint.async_save` it is complete only after `saved`, and the next one waits for it. `broken`: why what led to it
         cannot be repeated."""
-        await self.saved()
         began = time.perf_counter()
+        await self.saved()
         await self._write_schedule(broken)
         state = replace(self.state, seconds=self.state.seconds + began - self.started)
         aside = self.run.config.checkpoint.async_save
