@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,30 @@ class RunState:
     """Accuracy on each evaluation set before the first step; empty if that was not evaluated."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A checkpoint that is being written."""
+
+    aside: Path
+    final: Path
+    """Where it will be when it is complete."""
+
+
+@contextlib.contextmanager
+def whole_or_not_at_all(unfinished: Unfinished) -> Iterator[None]:
+    """What goes wrong inside takes the folder with it; StorageError where the disk is the reason."""
+    try:
+        yield
+    except Exception as error:
+        # Asked before the half-written files go, which frees what they took.
+        storage = isinstance(error, OSError) or is_full(unfinished.final, error)
+        refused = storage_error(unfinished.final, error) if storage else None
+        shutil.rmtree(unfinished.aside, ignore_errors=True)
+        if refused is not None:
+            raise refused from error
+        raise
+
+
 class CheckpointStore:
     """The checkpoints/ folder of a run."""
 
@@ -48,14 +73,25 @@ class CheckpointStore:
     async def save(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Path:
         """`write` fills the folder that it is given. StorageError if that fails for want of space; what was there before
         stays as it was."""
-        final = self._folder / f"step_{state.rollout_id}"
-        aside = self._folder / f".step_{state.rollout_id}.writing"
-        try:
+        return self.complete(await self.begin(state, write))
+
+    async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Unfinished:
+        """The first part of `save`: nothing counts as saved. One at a time."""
+        unfinished = Unfinished(
+            aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
+        )
+        with whole_or_not_at_all(unfinished):
             for left_over in self._folder.glob(".step_*.writing"):
                 shutil.rmtree(left_over, ignore_errors=True)
-            aside.mkdir(parents=True)
-            await write(aside)
-            (aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+            unfinished.aside.mkdir(parents=True)
+            await write(unfinished.aside)
+            (unfinished.aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+        return unfinished
+
+    def complete(self, unfinished: Unfinished) -> Path:
+        """The second part: everything is in its folder. Waits for the disk, so it may be called in a thread."""
+        aside, final = unfinished.aside, unfinished.final
+        with whole_or_not_at_all(unfinished):
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
             for path in [*files, *(path for path in aside.rglob("*") if path.is_dir())]:
@@ -67,13 +103,6 @@ class CheckpointStore:
                 remove(final)
             aside.rename(final)
             sync(self._folder)
-        except Exception as error:
-            # Asked before the half-written files go, which frees what they took.
-            refused = storage_error(final, error) if isinstance(error, OSError) or is_full(final, error) else None
-            shutil.rmtree(aside, ignore_errors=True)
-            if refused is not None:
-                raise refused from error
-            raise
         self._forget_old()
         return final
 

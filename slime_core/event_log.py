@@ -44,7 +44,14 @@ class EventLog:
 
     @hookimpl
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self._write(event, "checkpoint_saved", rollout_id=event.rollout_id, version=event.version)
+        self._write(
+            event,
+            "checkpoint_saved",
+            rollout_id=event.rollout_id,
+            version=event.version,
+            seconds=round(event.seconds, 3),
+            blocked_seconds=round(event.blocked_seconds, 3),
+        )
 
     @hookimpl
     def engine_lost(self, event: EngineLost) -> None:

@@ -135,6 +135,8 @@ class CheckpointSaved(Event):
     version: int
     path: Path
     seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    """Of them those that the run waited for; fewer with `checkpoint.async_save`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -165,8 +165,10 @@ async def run_loop(session: Session) -> None:
                 await session.publish()
             if due.evaluate:
                 await session.evaluate(step)
+            await session.raise_if_not_saved()
             session.raise_if_stopped()
         await session.evaluated()
+        await session.saved()
     except Exception as error:
         ahead = await schedule.abandon()
         await session.end_evaluation()
@@ -177,6 +179,7 @@ async def run_loop(session: Session) -> None:
     finally:
         await schedule.abandon()
         await session.end_evaluation()
+        await session.end_saving()
 
 
 async def evaluate_at_start(session: Session) -> None:

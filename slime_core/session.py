@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.table import read_groups, write_groups
-from slime_core.checkpoint import CheckpointStore, RunState
+from slime_core.checkpoint import CheckpointStore, RunState, Unfinished, whole_or_not_at_all
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
@@ -113,6 +113,8 @@ class Session:
     """Why there were fewer steps than num_rollout."""
     evaluation: asyncio.Task[None] | None = None
     """On the side."""
+    saving: asyncio.Task[None] | None = None
+    """A checkpoint that is being written while the run goes on."""
     faults: Counter[str] = field(default_factory=Counter)
     """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
@@ -285,11 +287,14 @@ class Session:
                 return await admit(version)
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]], *, broken: str | None = None) -> None:
-        """A checkpoint of the state as it is, with the groups of steps that were collected ahead. `broken`: why what led to
-        it cannot be repeated."""
+        """A checkpoint of the state as it is, with the groups of steps that were collected ahead. With
+        `checkpoint.async_save` it is complete only after `saved`, and the next one waits for it. `broken`: why what led to it
+        cannot be repeated."""
         began = time.perf_counter()
+        await self.saved()
         await self._write_schedule(broken)
         state = replace(self.state, seconds=self.state.seconds + began - self.started)
+        aside = self.run.config.checkpoint.async_save
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
@@ -297,22 +302,55 @@ class Session:
                 for name, trainers in self.roles.items():
                     (folder / "trainer" / name).mkdir(parents=True)
                     async with trainers.turn():
-                        await trainers.save(folder / "trainer" / name)
+                        await (trainers.stage if aside else trainers.save)(folder / "trainer" / name)
             self.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
 
-        path = await self.store.save(state, write)
-        self.saved_rollout_id = self.state.rollout_id
+        unfinished = await self.store.begin(state, write)
+        if aside:
+            self.saving = asyncio.create_task(self._finish_save(state, unfinished, began, time.perf_counter() - began))
+        else:
+            self._checkpoint_saved(state, self.store.complete(unfinished), began)
+
+    async def _finish_save(self, state: RunState, unfinished: Unfinished, began: float, blocked_s: float) -> None:
+        with whole_or_not_at_all(unfinished):
+            for trainers in self.roles.values():
+                await trainers.written()
+        path = await asyncio.to_thread(self.store.complete, unfinished)
+        self._checkpoint_saved(state, path, began, blocked_s)
+
+    def _checkpoint_saved(self, state: RunState, path: Path, began: float, blocked_s: float | None = None) -> None:
+        seconds = time.perf_counter() - began
+        self.saved_rollout_id = state.rollout_id
         self.hooks.checkpoint_saved(
             CheckpointSaved(
                 run=self.event,
-                rollout_id=self.state.rollout_id,
-                version=self.state.version,
+                rollout_id=state.rollout_id,
+                version=state.version,
                 path=path,
-                seconds=time.perf_counter() - began,
+                seconds=seconds,
+                blocked_seconds=seconds if blocked_s is None else blocked_s,
             )
         )
+
+    async def saved(self) -> None:
+        """Returns when no checkpoint is being written; raises what kept one from being complete."""
+        if self.saving is not None:
+            saving, self.saving = self.saving, None
+            await saving
+
+    async def raise_if_not_saved(self) -> None:
+        """What kept the checkpoint that was being written from being complete, as soon as it is known."""
+        if self.saving is not None and self.saving.done():
+            await self.saved()
+
+    async def end_saving(self) -> None:
+        """Gives up a checkpoint that is still being written: the one before it stays."""
+        if self.saving is not None:
+            self.saving.cancel()
+            await asyncio.gather(self.saving, return_exceptions=True)
+            self.saving = None
 
     async def _write_schedule(self, broken: str | None) -> None:
         if self.schedule is None:
@@ -326,11 +364,13 @@ class Session:
         self.schedule.checkpoint(self.state.rollout_id, engines, heard, broken=broken)
 
     async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
-        """A checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
+        """A complete checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
+        await self.saved()
         if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
             await self.save(
                 ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
             )
+            await self.saved()
 
     async def evaluate(self, step: int) -> None:
         """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first. On the

@@ -39,6 +39,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         engines_over_nodes,
         local_launcher,
         images,
+        saved_aside,
     )
     # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
     return [problem for check in checks for problem in check(run)] or layout(run)
@@ -381,6 +382,15 @@ def images(run: BoundRun) -> list[str]:
             "--opd-teacher-load instead."
         )
     return list(dict.fromkeys(problems))
+
+
+def saved_aside(run: BoundRun) -> list[str]:
+    if not run.config.checkpoint.async_save:
+        return []
+    return [
+        f'checkpoint.async_save = true: backend "{backend}" writes checkpoints only while it waits for them. Leave it out.'
+        for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.stages)
+    ]
 
 
 def engines_over_nodes(run: BoundRun) -> list[str]:

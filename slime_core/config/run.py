@@ -189,6 +189,9 @@ class CheckpointConfig(Table):
     """Rollout steps between checkpoints; by default only at the end and on Ctrl-C."""
     keep_checkpoints: int = Field(2, gt=0)
     """Complete checkpoints to keep."""
+    async_save: bool = False
+    """Copy what is saved to host memory and write it while the next steps run. Until it is complete, a killed run goes on
+    from the checkpoint before. Host memory holds a copy of weights and optimiser."""
     save_hf: bool = True
     """Write hf/ in the run folder at the end: a model that transformers loads."""
 

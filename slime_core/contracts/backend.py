@@ -8,7 +8,7 @@ the same calls in the same order with equally many micro-batches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -167,6 +167,12 @@ class TrainBackend(ABC):
     def save(self, folder: Path) -> None:
         """Weights, optimiser, schedule and this rank's random state, into an existing folder that all ranks share."""
 
+    def stage(self, folder: Path) -> Callable[[], None]:
+        """`save` in two parts, where `BackendDriver.stages` says so: what is saved is copied to the host now, and what is
+        returned writes it, with the same content as `save`. It is called in a thread of its own while this rank goes on with
+        other calls, so its collectives have a process group of their own. The next `stage` or `save` waits for it."""
+        raise NotImplementedError
+
     @abstractmethod
     def load(self, folder: Path) -> None:
         """What `save` wrote. Raises CheckpointError if it is incomplete or of another shape."""
@@ -199,6 +205,8 @@ class BackendDriver(Driver[TrainBackend]):
     )
     takes_images: ClassVar[bool] = False
     """It reads `MicroBatch.images`; a run with images is refused where it does not."""
+    stages: ClassVar[bool] = False
+    """Checkpoints can be written while training goes on (`TrainBackend.stage`)."""
     replays: ClassVar[frozenset[RoutingReplay]] = frozenset()
     """Whose choices of experts it can go by."""
     layout_options: ClassVar[frozenset[str]] = frozenset()

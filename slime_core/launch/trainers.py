@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher, RankHandle
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import StepReport
+
+ASKED_AGAIN_S: Final = 0.1
+"""Between two questions whether a checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,17 @@ class Trainers:
 
     async def save(self, folder: Path) -> None:
         await self.each("save", folder)
+
+    async def stage(self, folder: Path) -> None:
+        """Returns when every rank has copied what it saves; the writing goes on."""
+        await self.each("stage", folder)
+
+    async def written(self) -> None:
+        """Returns when every rank has written what it staged last. Ranks are asked between their other calls."""
+        while True:
+            if all(await self.each("written")):
+                return
+            await asyncio.sleep(ASKED_AGAIN_S)
 
     async def load(self, folder: Path) -> None:
         await self.each("load", folder)

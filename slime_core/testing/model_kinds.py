@@ -21,6 +21,10 @@ def has_critic(case: Case) -> bool:
     return Need.VALUES in case.driver.provides and on_one_rank(case)
 
 
+def stages(case: Case) -> bool:
+    return bool(case.driver.stages) and on_one_rank(case)
+
+
 def alone(name: str, says: str) -> Property:
     """What needs no second rank."""
     return prop(name, says, applies=on_one_rank)
@@ -36,6 +40,11 @@ BACKENDS: Final = Kind(
         alone("a_step_repeats_to_the_bit", "the same step from a new start changes the same bits"),
         prop("any_layout_trains_as_one_rank", "several ranks together give the log-probs and the gradient of one"),
         alone("saved_and_loaded_it_goes_on_to_the_bit", "N steps, save, load and N steps are 2N steps, to the bit"),
+        prop(
+            "what_is_staged_is_of_that_instant",
+            "a checkpoint that is staged, and written after more steps, goes on to the bit",
+            applies=stages,
+        ),
         alone("an_incomplete_checkpoint_is_refused", "a checkpoint that is missing or cut short is a CheckpointError"),
         alone(
             "export_equals_what_transformers_loads", "exported tensors are those of the saved folder, under its names"

@@ -54,6 +54,9 @@ class Simulation:
     train_s: float
     publish_s: float = 0.0
     save_interval: int | None = None
+    async_save: bool = False
+    ranks: IdleRanks = field(default_factory=lambda: IdleRanks())
+    """The trained role."""
     update_weights_interval: int = 1
     filters: Sequence[GroupFilter] = ()
     concurrency: int = 10**9
@@ -99,7 +102,7 @@ class Simulation:
             client=client,
             served_engines=(),
             middlewares={},
-            roles=cast("Any", {"actor": IdleRanks()}),
+            roles=cast("Any", {"actor": self.ranks}),
             residency=Residency(Devices(), client, shared=False, offload_rollout=False),
             learner=cast("Any", self),
             transport=cast("Any", self),
@@ -126,7 +129,7 @@ class Simulation:
                 "algo": "none",
                 "rollout": dict(self.rollout),
                 "train": {"num_rollout": self.num_rollout},
-                "checkpoint": {"save_interval": self.save_interval},
+                "checkpoint": {"save_interval": self.save_interval, "async_save": self.async_save},
                 "sync": {"update_weights_interval": self.update_weights_interval},
                 "eval": {"skip_eval_before_train": True, "eval_interval": 2, **self.eval},
             }
@@ -190,6 +193,12 @@ class IdleRanks:
 
     async def save(self, folder: Path) -> None:
         (folder / "nothing").write_text("")
+
+    async def stage(self, folder: Path) -> None:
+        pass
+
+    async def written(self) -> None:
+        pass
 
 
 class NoText:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+from safetensors import SafetensorError
+
 from slime_core.errors import CheckpointError
+
+
+def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None, world_size: int) -> None:
+    """Returns when all ranks have done theirs. What one of them could not write is raised on every rank, so that none waits for
+    it. A collective, unless there is one rank."""
+    problem: Exception | None = None
+    try:
+        work()
+    except (OSError, SafetensorError) as error:
+        problem = error
+    problems: list[Exception | None] = [problem]
+    if world_size > 1:
+        problems = [None] * world_size
+        dist.all_gather_object(problems, problem, group=group)
+    if (first := problem or next(filter(None, problems), None)) is not None:
+        raise first
 
 
 def sizes_of(folder: Path, files: Iterable[Path]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class TrainWorker:
         if spec.transport is not None:
             transport = spec.agreement.resolve(spec.transport, registry)
             self._sender = transport.driver.build_sender(transport.config)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def setup(self) -> Layout:
         layout = self._backend.setup(self._spec.setup)
@@ -107,6 +110,20 @@ class TrainWorker:
     def save(self, folder: Path) -> None:
         self._backend.save(folder)
 
+    def stage(self, folder: Path) -> None:
+        """What `save` would write is copied now, and written beside the next calls; `written` tells when."""
+        if self._writing is not None:
+            # Given up by the driver, because of another rank.
+            wait([self._writing])
+        self._writing = self._writer.submit(self._backend.stage(folder))
+
+    def written(self) -> bool:
+        """Whether what was staged last is; raises what kept it from being written."""
+        if self._writing is None or not self._writing.done():
+            return False
+        self._writing.result()
+        return True
+
     def load(self, folder: Path) -> None:
         self._backend.load(folder)
 
@@ -125,4 +142,5 @@ class TrainWorker:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+        self._writer.shutdown()
         self._backend.close()

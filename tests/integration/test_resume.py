@@ -21,6 +21,7 @@ pytestmark = pytest.mark.faults
 
 STEPS = 48
 UNIFORM_KILLS = 20
+KILLS_BESIDE_WRITES = 6
 PHASES = ("start", "rollout", "train", "save", "publish", "eval")
 SEED = 20261121
 
@@ -116,8 +117,8 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-c", "from slime_core.cli.main import main; main()", *words]
 
 
-def start(folder: Path, runs: str) -> subprocess.Popen[bytes]:
-    words = command("run", "run.toml", "--runs-dir", runs, "--quiet")
+def start(folder: Path, runs: str, *more: str) -> subprocess.Popen[bytes]:
+    words = command("run", "run.toml", "--runs-dir", runs, "--quiet", *more)
     log = (folder / f"{runs}.log").open("ab")
     return subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, start_new_session=True)
 
@@ -186,3 +187,25 @@ def test_killed_equals_not_killed(folder: Path) -> None:
     same(folder / f"victim{victims}/killed", folder / "reference/killed")
     attempts = json.loads((folder / f"victim{victims}/killed/attempts").read_text())
     print(f"{victims + 1} runs finished, the last one after {attempts} attempts")
+
+
+def test_killed_while_checkpoints_are_written_aside(folder: Path) -> None:
+    """The same with `--async-save`: after each step, so that one is always being written."""
+    reference = folder / "every_step/killed"
+    options = ("--async-save", "--save-interval", "1")
+    began = time.monotonic()
+    process = start(folder, "every_step", "--save-interval", "1")
+    assert process.wait(timeout=180) == 0, (folder / "every_step.log").read_text()
+    duration, draw, kills = time.monotonic() - began, random.Random(SEED), 0
+    while kills < KILLS_BESIDE_WRITES:
+        process = start(folder, "aside", *options)
+        try:
+            process.wait(timeout=draw.uniform(0, duration))
+            break
+        except subprocess.TimeoutExpired:
+            kill(process, folder / "aside/killed")
+            kills += 1
+    if process.returncode != 0:
+        process = start(folder, "aside", *options)
+        assert process.wait(timeout=180) == 0, (folder / "aside.log").read_text()
+    same(folder / "aside/killed", reference)

@@ -317,6 +317,75 @@ def test_no_space_left(moody: TinyRun, small_disk: Path) -> None:
     finish(moody)
 
 
+def test_no_space_left_while_the_run_goes_on(moody: TinyRun, small_disk: Path) -> None:
+    """The answers that step 2 is trained on are there, and what step 1 left may be written or not."""
+    plan(moody, "nearly fill the disk", 2)
+    ended = moody.run(*OPTIONS, "--async-save")
+    assert ended.code == 8
+    assert re.search(r"checkpoints/step_\d: no space left.*What was saved before is untouched", ended.error)
+    assert moody.checkpoints() in (["step_1"], ["step_1", "step_2"])
+    assert not list((moody.runs / "tiny/checkpoints").glob(".*"))
+    (small_disk / "filler").unlink()
+    finish(moody, "--async-save")
+
+
+SLOW_WRITER = '''
+"""From the third checkpoint on, a write waits in its middle for the file `go` beside this one."""
+import pathlib, time
+from slime_core.plugin import reward
+from slime_fsdp import checkpoint
+
+FOLDER = pathlib.Path("{folder}")
+write_manifest = checkpoint.write_manifest
+
+
+def slow(folder, snapshot, world_size):
+    if snapshot.steps_done >= 3:
+        (FOLDER / "in_the_middle").write_text("")
+        while not (FOLDER / "go").exists():
+            time.sleep(0.01)
+    write_manifest(folder, snapshot, world_size)
+
+
+checkpoint.write_manifest = slow
+
+
+@reward("parity")
+def parity(sample):
+    return float(sample.index % 2)
+'''
+
+
+def test_killed_while_a_checkpoint_is_written(tiny: TinyRun) -> None:
+    """The next step is done; the run goes on from the checkpoint before, to the bits of one that waits for its writes."""
+    (tiny / "slow.py").write_text(SLOW_WRITER.replace("{folder}", str(tiny.folder)))
+    options = ("--plugin", "slow.py", "--reward", "parity", "--checkpoint.save-hf")
+    (tiny / "go").write_text("")
+    assert tiny.run(*options, "--name", "waits").code == 0
+    (tiny / "go").unlink()
+    (tiny / "in_the_middle").unlink()
+
+    process = tiny.start("run", "run.toml", *options, "--async-save")
+    deadline = time.monotonic() + 120
+    while not (tiny / "in_the_middle").exists() or tiny.steps() != [0, 1, 2, 3]:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert tiny.checkpoints() == ["step_1", "step_2"]
+    assert (tiny.runs / "tiny/checkpoints/.step_3.writing").is_dir()
+
+    (tiny / "go").write_text("")
+    ended = tiny.run(*options, "--async-save")
+    assert (ended.code, ended.err) == (0, "")
+    assert tiny.steps() == ALL
+    assert tiny.checkpoints() == ["step_3", "step_4", "step_5"]
+    assert not list((tiny.runs / "tiny/checkpoints").glob(".*"))
+    for name in ("hf/model.safetensors", "checkpoints/step_5/trainer/actor/fsdp.json"):
+        assert (tiny.runs / "tiny" / name).read_bytes() == (tiny.runs / "waits" / name).read_bytes()
+
+
 FIRST_STEPS_ONLY = '''
 """Nothing passes once six groups have been judged: what a filter sees when everything is learnt."""
 from slime_core.contracts.filter import FilterDecision, FilterDriver, GroupFilter

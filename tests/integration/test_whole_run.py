@@ -110,7 +110,9 @@ def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun) -> None:
         "--algo.advantage", "group_norm", "--kl-loss-coef", "0.05", "--save-hf",
     )  # fmt: skip
     succeed(tiny, *replay, "--name", "one")
-    succeed(tiny, *replay, "--name", "two", "--launcher", "ray", "--actor-num-gpus-per-node", "2")
+    ray = ("--launcher", "ray", "--actor-num-gpus-per-node", "2")
+    succeed(tiny, *replay, "--name", "two", *ray, "--async-save")
+    assert tiny.checkpoints("two") == ["step_1"]
     one, two = (rows(tiny.runs / name, "train/step")[0] for name in ("one", "two"))
     assert set(one) == set(two)
     assert one["train/grad_norm"] > 0

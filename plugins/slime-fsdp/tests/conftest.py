@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -281,6 +282,24 @@ def start_fixture():
 @pytest.fixture(name="weights_of")
 def weights_of_fixture():
     return weights_of
+
+
+def contents_of(folder: Path) -> dict[str, object]:
+    """Every file, bit by bit; safetensors writes the keys of its header in another order each time."""
+    found: dict[str, object] = {}
+    for file in folder.rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        if file.suffix == ".safetensors":
+            start = 8 + int.from_bytes(content[:8], "little")
+            found[file.relative_to(folder).as_posix()] = json.loads(content[8:start]), content[start:]
+        else:
+            found[file.relative_to(folder).as_posix()] = content
+    return found
+
+
+@pytest.fixture
+def contents():
+    return contents_of
 
 
 @pytest.fixture

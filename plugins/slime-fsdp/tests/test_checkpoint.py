@@ -94,6 +94,26 @@ def test_a_refreshed_copy_is_saved_and_an_untouched_one_is_not(folders, start, p
     np.testing.assert_array_equal(resumed.score([pack(samples)], weights="reference")[0].log_probs, wanted)
 
 
+def test_what_is_staged_is_what_is_saved(folders, start, train, contents, tmp_path):
+    """Though it is written after another step, twice, in memory that is used again."""
+    copies = {"reference": folders("qwen3")}
+    backend = start(folders("qwen3"), None, ADAM, copies=copies)
+    backend.refresh_copy("reference")
+    for number in range(2):
+        train(backend, 1)
+        at_once, later = tmp_path / f"at_once{number}", tmp_path / f"later{number}"
+        at_once.mkdir()
+        later.mkdir()
+        backend.save(at_once)
+        write = backend.stage(later)
+        train(backend, 1)
+        np.random.standard_normal(1)
+        assert not list(later.iterdir())
+        write()
+        assert contents(later) == contents(at_once)
+    backend.load(tmp_path / "later0")
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle(folders, start, train, tmp_path):
     backend = start(folders("qwen3"), None, ADAM)
     train(backend, 1)

@@ -97,6 +97,13 @@ def test_resume_on_two_ranks_is_exact(prefix, ranks, one_step):
     assert not all(torch.equal(straight[name], middle[name]) for name in straight)
 
 
+@pytest.mark.parametrize("prefix", ["", "rounded_"])
+def test_what_two_ranks_wrote_while_they_trained_is_what_they_saved(prefix, ranks, contents):
+    saved, staged = contents(ranks.folder / f"{prefix}checkpoint"), contents(ranks.folder / f"{prefix}staged")
+    assert len(saved) > 4
+    assert staged == saved
+
+
 def test_one_rank_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
     middle, straight = ranks("middle")[0]["weights"], ranks("straight")[0]["weights"]
     backend = start(folders("qwen3"))

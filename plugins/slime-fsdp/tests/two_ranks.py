@@ -6,6 +6,7 @@ usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER ADAPTER
 
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,9 +134,14 @@ def resume_with(run, name, options, prefix):
     reports = [backend.train_step([pack(mine)], SequencePolicy()) for _ in range(2)]
     folder.mkdir(exist_ok=True)
     backend.save(folder)
+    staged = run.out / f"{prefix}staged"
+    staged.mkdir(exist_ok=True)
+    write = backend.stage(staged)
     drawn = (random.random(), torch.rand(()).item())
-    for _ in range(2):
-        backend.train_step([pack(mine)], SequencePolicy())
+    backend.train_step([pack(mine)], SequencePolicy())
+    writing = ThreadPoolExecutor(1).submit(write)
+    backend.train_step([pack(mine)], SequencePolicy())
+    writing.result()
     run.keep(f"{prefix}straight", backend, **numbers(reports[0]))
     # A forward leaves gathered weights behind, which a load must not fill in place of the sharded ones.
     backend.score([pack(mine)])

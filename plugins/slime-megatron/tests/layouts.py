@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,9 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         if (folder := case.get("save")) is not None:
             Path(folder).mkdir(exist_ok=True)
             one.backend.save(Path(folder))
+            staged = Path(f"{folder}-staged")
+            staged.mkdir(exist_ok=True)
+            write = one.backend.stage(staged)
         if (folder := case.get("load")) is not None:
             one.backend.load(Path(folder))
             # The layouts' batches are the same; only one step more is told.
@@ -93,6 +97,9 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         if case.get("save") is not None:
             one.backend.train_step(training.micros(split), objective_of())
             state["next"] = one.weights()
+            writing = ThreadPoolExecutor(1).submit(write)
+            one.backend.train_step(training.micros(split), objective_of())
+            writing.result()
         torch.save(state, out / f"rank_{rank}.pt")
 
 

@@ -1,10 +1,12 @@
 """A checkpoint of one layout goes on in another as it would have in its own."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from families import make_family
+from safetensors.torch import load_file
 
 from slime_core.errors import CheckpointError
 from slime_core.objective.loss import TokenObjective
@@ -56,6 +58,33 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
     (one, *_), (got, *_) = layouts.ranks("one"), layouts.ranks(other)
     for name, tensor in one["after"].items():
         assert float((got["after"][name] - tensor).abs().max()) <= FLOAT32, name
+
+
+@pytest.mark.parametrize("case", ["one", "tp2-sp", "dp2-distributed", "moments"])
+def test_what_was_written_beside_a_step_is_what_was_saved(layouts, case):
+    """But for `.metadata`, in which torch gives each save a number and notes its folder."""
+    layouts.ranks(case)
+    folder = Path(layouts.cases[case]["save"])
+    saved, staged = (
+        {file.relative_to(at): file for file in at.rglob("*") if file.is_file()}
+        for at in (folder, Path(f"{folder}-staged"))
+    )
+    assert saved.keys() == staged.keys()
+    assert len(saved) > 4
+    for name, file in saved.items():
+        if file.suffix == ".safetensors":
+            assert_same_tensors(load_file(file), load_file(staged[name]))
+        elif name.name == "megatron.json":
+            one, other = json.loads(file.read_text()), json.loads(staged[name].read_text())
+            assert one["sizes"].pop("state/.metadata") > 0 < other["sizes"].pop("state/.metadata")
+            assert one == other
+        elif name.name != ".metadata":
+            assert file.read_bytes() == staged[name].read_bytes(), name
+
+
+def assert_same_tensors(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_moments_in_bfloat16_are_near(layouts):

@@ -63,8 +63,10 @@ def test_two_ranks_under_ray_learn_as_fsdp_does(project, finished):
 
 
 def test_it_goes_on_with_the_same_bits(project, finished):
+    """And writes its checkpoints while it does."""
     halfway(project, "tp2", "again")
-    project.run(*TYPED, "--name", "tp2", "--resume", "runs/again")
+    project.run(*TYPED, "--name", "tp2", "--resume", "runs/again", "--async-save")
+    assert (project.folder / f"runs/again/checkpoints/step_{STEPS}/COMPLETE").exists()
     assert curves(project, "again") == curves(project, "tp2")
     straight, resumed = weights(project, "tp2"), weights(project, "again")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())

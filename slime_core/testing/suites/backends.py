@@ -177,6 +177,21 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(
         require_same_weights("2 steps, saved, loaded, and 2 more, beside 4 steps", resumed.weights(), expected)
 
 
+def test_what_is_staged_is_of_that_instant(case: Case, model: Path, training: TrainingBatch, tmp_path: Path) -> None:
+    folder = tmp_path / "staged"
+    folder.mkdir()
+    with opened(case.build(), Place(model=model), optimizer=ADAM) as straight:
+        steps(straight, training, 2)
+        write = straight.backend.stage(folder)
+        steps(straight, training, 2)
+        write()
+        expected = straight.weights()
+    with opened(case.build(), Place(model=model), optimizer=ADAM) as resumed:
+        resumed.backend.load(folder)
+        steps(resumed, training, 2)
+        require_same_weights("2 steps, staged, written later, loaded, and 2 more", resumed.weights(), expected)
+
+
 def test_an_incomplete_checkpoint_is_refused(case: Case, model: Path, training: TrainingBatch, tmp_path: Path) -> None:
     empty, cut = tmp_path / "empty", tmp_path / "cut"
     empty.mkdir()

@@ -6,11 +6,13 @@ Legend: T response tokens of a micro-batch that this rank holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
@@ -20,6 +22,7 @@ from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
 from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
+from slime_core.training.random_state import random_state
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -42,6 +45,7 @@ from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.shared_prompts import share_prompts
+from slime_fsdp.staging import Staging
 from slime_fsdp.vision import held_images, rope_positions
 
 
@@ -61,6 +65,9 @@ class _Trainer:
     """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
+    staging: Staging | None = None
+    saving_group: dist.ProcessGroup | None = None
+    """Of the thread that writes what was staged."""
 
 
 class FsdpBackend(TrainBackend):
@@ -274,8 +281,23 @@ class FsdpBackend(TrainBackend):
 
     def save(self, folder: Path) -> None:
         trainer = self._ready
+        checkpoint.write(folder, self._snapshot(), trainer.ranks, trainer.ranks.group)
+
+    def stage(self, folder: Path) -> Callable[[], None]:
+        trainer = self._ready
+        if trainer.staging is None:
+            trainer.staging = Staging()
+            trainer.saving_group = trainer.ranks.another_group()
+        snapshot = self._snapshot()
+        snapshot = replace(snapshot, tensors=trainer.staging.copied(snapshot.tensors))
+        return partial(checkpoint.write, folder, snapshot, trainer.ranks, trainer.saving_group)
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        trainer = self._ready
         copies = sorted(trainer.refreshed)
-        checkpoint.write(folder, self._tensors(copies), trainer.ranks, steps_done=trainer.steps_done, copies=copies)
+        return checkpoint.Snapshot(
+            tensors=self._tensors(copies), random=random_state(), steps_done=trainer.steps_done, copies=copies
+        )
 
     def load(self, folder: Path) -> None:
         trainer = self._ready

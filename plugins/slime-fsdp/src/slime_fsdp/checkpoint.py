@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,8 +21,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
-from slime_core.training.random_state import random_state, restore_random_state
-from slime_core.training.written_files import check_sizes, sizes_of
+from slime_core.training.random_state import restore_random_state
+from slime_core.training.written_files import check_sizes, on_all_ranks, sizes_of
 from slime_fsdp.process import Ranks
 
 MANIFEST = "fsdp.json"
@@ -41,28 +42,41 @@ class Manifest:
     """Bytes of every other file."""
 
 
-def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, *, steps_done: int, copies: Sequence[str]) -> None:
-    """All ranks call; `tensors` are DTensors, or whole on a single rank."""
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a rank saves, at one instant."""
+
+    tensors: Mapping[str, Tensor]
+    """DTensors, or whole on a single rank."""
+    random: Mapping[str, Tensor]
+    steps_done: int
+    copies: Sequence[str]
+
+
+def write(folder: Path, snapshot: Snapshot, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+    """All ranks call; `group`: of all of them."""
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     world_size = 1 if ranks.mesh is None else ranks.mesh.size()
     writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
     with single_process_is_meant(), first_failure_alone():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.mesh is None)
-    save_file(random_state(), folder / f"rng_{rank}.safetensors")
-    ranks.barrier()
-    if rank == 0:
-        files = [file for file in sorted(folder.glob(f"{STATE}/*")) if file.is_file()]
-        files += [folder / f"rng_{r}.safetensors" for r in range(world_size)]
-        manifest = Manifest(
-            format=FORMAT,
-            steps_done=steps_done,
-            world_size=world_size,
-            copies=list(copies),
-            shapes={name: list(tensor.shape) for name, tensor in tensors.items()},
-            sizes=sizes_of(folder, files),
-        )
-        (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-    ranks.barrier()
+        dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group, no_dist=ranks.mesh is None)
+    own = folder / f"rng_{rank}.safetensors"
+    on_all_ranks(lambda: save_file(dict(snapshot.random), own), group, world_size)
+    on_all_ranks(lambda: write_manifest(folder, snapshot, world_size) if rank == 0 else None, group, world_size)
+
+
+def write_manifest(folder: Path, snapshot: Snapshot, world_size: int) -> None:
+    files = [file for file in sorted(folder.glob(f"{STATE}/*")) if file.is_file()]
+    files += [folder / f"rng_{r}.safetensors" for r in range(world_size)]
+    manifest = Manifest(
+        format=FORMAT,
+        steps_done=snapshot.steps_done,
+        world_size=world_size,
+        copies=list(snapshot.copies),
+        shapes={name: list(tensor.shape) for name, tensor in snapshot.tensors.items()},
+        sizes=sizes_of(folder, files),
+    )
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
 
 
 @contextmanager

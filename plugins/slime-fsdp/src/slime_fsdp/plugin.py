@@ -112,6 +112,7 @@ class Fsdp(BackendDriver):
     Config: ClassVar[type[DriverConfig]] = FsdpConfig
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
     takes_images: ClassVar[bool] = True
+    stages: ClassVar[bool] = True
 
     @classmethod
     def build(cls, config: FsdpConfig) -> TrainBackend:

@@ -37,6 +37,10 @@ class Ranks:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
         return votes > 0
 
+    def another_group(self) -> dist.ProcessGroup | None:
+        """Of all ranks, for the host. All of them call."""
+        return None if self.mesh is None else dist.new_group(backend="gloo")
+
     def barrier(self) -> None:
         if self.mesh is not None and self.mesh.size() > 1:
             dist.barrier(group=self.group)

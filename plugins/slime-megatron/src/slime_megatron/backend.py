@@ -6,9 +6,10 @@ Legend: T response tokens of a micro-batch that this rank holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ class _Trainer:
     copies: dict[str, Values] = field(default_factory=dict)
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
+    saving_group: dist.ProcessGroup | None = None
+    """Of the thread that writes what was staged."""
 
 
 class MegatronBackend(TrainBackend):
@@ -363,16 +366,27 @@ class MegatronBackend(TrainBackend):
         dist.barrier()
 
     def save(self, folder: Path) -> None:
+        self._write(folder, checkpoint.PlainSave())(None)
+
+    def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
-        refreshed = {name: trainer.copies[name] for name in sorted(trainer.refreshed)}
-        checkpoint.write(
+        if trainer.saving_group is None:
+            trainer.saving_group = dist.new_group(backend="gloo")
+        on_host = trainer.placement.device.type == "cpu" or bool(getattr(self._config, "optimizer_cpu_offload", False))
+        strategy = checkpoint.StagedSave(trains_on_host=on_host)
+        return partial(self._write(folder, strategy), trainer.saving_group)
+
+    def _write(self, folder: Path, strategy: checkpoint.PlainSave) -> checkpoint.Write:
+        trainer = self._ready
+        return checkpoint.write(
             folder,
             trainer.bare,
             trainer.optimizer,
             trainer.tensors,
-            refreshed,
+            {name: trainer.copies[name] for name in sorted(trainer.refreshed)},
             steps_done=trainer.steps_done,
             shapes=self._shapes(),
+            strategy=strategy,
         )
 
     def load(self, folder: Path) -> None:

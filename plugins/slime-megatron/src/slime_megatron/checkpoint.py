@@ -7,8 +7,10 @@ each rank R, and `megatron.json`, written last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -27,17 +29,20 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
 from slime_core.training.random_state import random_state, restore_random_state
 from slime_core.training.rounded_adamw import RoundedAdamW
-from slime_core.training.written_files import check_sizes, sizes_of
+from slime_core.training.written_files import check_sizes, on_all_ranks, sizes_of
 from slime_megatron.copies import Values, copied, put, replaced
 from slime_megatron.optimizer import parts_of
 
 MANIFEST = "megatron.json"
 STATE = "state"
 FORMAT = 1
+Write = Callable[[dist.ProcessGroup | None], None]
+"""Of what is left to write, with a process group of all ranks; None: the default one."""
 ONE = torch.tensor(1.0)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -63,15 +68,55 @@ class Manifest:
 class PlainSave(TorchDistSaveShardedStrategy):
     """Written by this process: Megatron's own writer starts a server and forks writers, for asynchronous saving."""
 
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        self.planned(sharded_state_dict, Path(checkpoint_dir))(None)
+
+    def planned(self, sharded_state_dict: dict[str, Any], folder: Path) -> Write:
+        """What this rank writes of it."""
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        dcp.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        return partial(write_planned, self.to_write(state), planner, folder)
+
+    def to_write(self, state: dict[str, list[Any]]) -> dict[str, Any]:
+        return mcore_to_pyt_state_dict(state, False)
+
+
+class StagedSave(PlainSave):
+    """Copies what is to be written, and leaves the writing for later."""
+
+    def __init__(self, *, trains_on_host: bool) -> None:
+        """`trains_on_host`: else what is on the host was gathered for this very save."""
+        super().__init__()
+        self.left: list[Write] = []
+        self._copied = trains_on_host
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        self.left.append(self.planned(sharded_state_dict, Path(checkpoint_dir)))
+
+    def to_write(self, state: dict[str, list[Any]]) -> dict[str, Any]:
+        for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
+            part.data = part.data.detach().to("cpu", copy=self._copied)
+        return super().to_write(state)
+
+
+def write_planned(
+    state: dict[str, Any], planner: MCoreSavePlanner, folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    with first_failure_alone():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, process_group=group)
+
+
+@contextmanager
+def first_failure_alone() -> Iterator[None]:
+    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from error
 
 
 def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -154,35 +199,52 @@ def write(
     *,
     steps_done: int,
     shapes: Mapping[str, Any],
-) -> None:
-    """All ranks call."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    strategy: PlainSave,
+) -> Write:
+    """All ranks call, and then what it returns, with a process group of all of them. What is large is written now, or then if
+    that is the strategy."""
     make_state(optimizer)
-    save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False))
+    save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False), strategy)
     count_steps(optimizer, steps_done)
     for name, values in copies.items():
         with replaced(tensors, values):
-            save_state(folder / f"copy_{name}", model_state(chunks))
-    save_file(random_state(), folder / f"rng_{rank}.safetensors")
-    dist.barrier()
-    if rank == 0:
-        manifest = Manifest(
-            format=FORMAT,
-            steps_done=steps_done,
-            world_size=world_size,
-            copies=list(copies),
-            shapes=dict(shapes),
-            sizes=sizes_of(folder, [file for file in sorted(folder.rglob("*")) if file.is_file()]),
-        )
-        (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-    dist.barrier()
+            save_state(folder / f"copy_{name}", model_state(chunks), strategy)
+    manifest = Manifest(
+        format=FORMAT,
+        steps_done=steps_done,
+        world_size=dist.get_world_size(),
+        copies=list(copies),
+        shapes=dict(shapes),
+        sizes={},
+    )
+    left = strategy.left if isinstance(strategy, StagedSave) else []
+    return partial(finish, folder, tuple(left), random_state(), manifest)
 
 
-def save_state(folder: Path, state: dict[str, Any]) -> None:
+def finish(
+    folder: Path,
+    left: Sequence[Write],
+    random: Mapping[str, Tensor],
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+) -> None:
+    rank, world_size = dist.get_rank(), manifest.world_size
+    for write_rest in left:
+        write_rest(group)
+    on_all_ranks(lambda: save_file(dict(random), folder / f"rng_{rank}.safetensors"), group, world_size)
+    on_all_ranks(lambda: write_manifest(folder, manifest) if rank == 0 else None, group, world_size)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    sizes = sizes_of(folder, [file for file in sorted(folder.rglob("*")) if file.is_file()])
+    (folder / MANIFEST).write_text(json.dumps(asdict(replace(manifest, sizes=sizes)), indent=1))
+
+
+def save_state(folder: Path, state: dict[str, Any], strategy: PlainSave) -> None:
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpointing.save(state, str(folder), sharded_strategy=PlainSave("torch_dist", 1))
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
 def read_manifest(folder: Path, shapes: Mapping[str, Any]) -> Manifest:

@@ -185,7 +185,7 @@ class ToTorchDist(MegatronConverter):
                     f"{model.shapes[name]} there."
                 )
             tensors[name] = whole.to(model.dtype_of(name))
-        strategy = PlainSave("torch_dist", 1)
+        strategy = PlainSave()
         dist_checkpointing.save(
             model.sharded(tensors) | model.objects(piece),
             str(folder),

@@ -119,6 +119,7 @@ class Megatron(BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = make_config()
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
+    stages: ClassVar[bool] = True
     replays: ClassVar[frozenset[RoutingReplay]] = frozenset(RoutingReplay)
     layout_options: ClassVar[frozenset[str]] = frozenset(
         {

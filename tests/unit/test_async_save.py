@@ -1,0 +1,136 @@
+"""Checkpoints that are written while the run goes on: complete when they are, one at a time, of the instant of their save."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime_core.errors import ConfigError, Interrupted, StorageError
+from slime_core.loop import run_loop
+from slime_core.testing.simulated_run import IdleRanks, Simulation
+from slime_core.testing.timed_engine import TimedEngine
+
+
+class SlowDisk(IdleRanks):
+    """Writes what was staged when it is told to; `fails` says for which save, counted from 1, there is no space."""
+
+    def __init__(self, *, fails: int = 0) -> None:
+        self.may_write = asyncio.Event()
+        self.fails = fails
+        self.folders: list[Path] = []
+
+    async def stage(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+    async def written(self) -> None:
+        await self.may_write.wait()
+        (self.folders[-1] / "weights").write_text("w")
+        if len(self.folders) == self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def simulate(folder: Path, ranks: IdleRanks, **changes: object) -> Simulation:
+    """Two groups of two a step."""
+    rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 8}
+    engine = TimedEngine(slots=8, rate=lambda running: 1e5, length=lambda request: 4)
+    given = {"num_rollout": 6, "save_interval": 2, "async_save": True, "train_s": 0.0, "rollout": rollout}
+    return Simulation(folder=folder, engines=[engine], ranks=ranks, **given | changes)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to that")
+
+
+def numbers(simulation: Simulation) -> list[list[int]]:
+    return [[group.group_index for group in groups] for _, groups in simulation.trained]
+
+
+def test_steps_go_on_until_the_next_save_and_nothing_counts_before_it_is_written(tmp_path):
+    async def scene():
+        disk = SlowDisk()
+        simulation = simulate(tmp_path, disk)
+        session = simulation.session()
+        running = asyncio.create_task(run_loop(session))
+        await until(lambda: len(simulation.trained) == 4)
+        # The save after step 4 waits for the one after step 2.
+        await asyncio.sleep(0.05)
+        assert (len(simulation.trained), len(disk.folders), session.store.steps()) == (4, 1, [])
+        assert simulation.session().state.rollout_id == 0
+        disk.may_write.set()
+        await running
+        assert session.store.steps() == [4, 6]
+        assert session.saved_rollout_id == 6
+        return simulation
+
+    straight = asyncio.run(scene())
+    # What was written later is of the instant of the save: a run that goes on from it trains on the same.
+    shutil.rmtree(tmp_path / "checkpoints/step_6")
+    resumed = simulate(tmp_path, IdleRanks())
+    asyncio.run(run_loop(resumed.session()))
+    assert numbers(resumed) == numbers(straight)[4:]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_write_that_fails_ends_the_run_and_loses_nothing_saved(tmp_path):
+    async def scene(disk):
+        disk.may_write.set()
+        simulation = simulate(tmp_path, disk)
+        await run_loop(simulation.session())
+        return simulation
+
+    # The retry at the end of the run fails too.
+    class Full(SlowDisk):
+        async def written(self):
+            self.fails = max(2, len(self.folders))
+            await super().written()
+
+    with pytest.raises(StorageError, match=r"step_\d: no space left to write it.*What was saved before is untouched"):
+        asyncio.run(scene(Full()))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    simulation = asyncio.run(scene(SlowDisk()))
+    assert numbers(simulation) == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_a_stopped_run_waits_for_what_is_being_written(tmp_path):
+    async def scene():
+        disk = SlowDisk()
+        simulation = simulate(tmp_path, disk)
+        session = simulation.session()
+        running = asyncio.create_task(run_loop(session))
+        await until(lambda: disk.folders)
+        session.stop_requested.set()
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        disk.may_write.set()
+        with pytest.raises(Interrupted):
+            await running
+        assert session.store.steps()[-1] == session.state.rollout_id == len(simulation.trained)
+
+    asyncio.run(scene())
+
+
+def test_a_run_that_is_ended_hard_gives_up_what_is_being_written(tmp_path):
+    async def scene():
+        disk = SlowDisk()
+        session = simulate(tmp_path, disk).session()
+        running = asyncio.create_task(run_loop(session))
+        await until(lambda: disk.folders)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert session.store.steps() == []
+
+    asyncio.run(scene())
+
+
+def test_a_backend_that_only_waits_for_its_writes_is_refused(bound):
+    with pytest.raises(ConfigError, match=r'async_save = true: backend "fake" writes checkpoints only while'):
+        bound("--async-save")
