@@ -48,7 +48,7 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not runs and not sglang"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
