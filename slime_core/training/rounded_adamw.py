@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 STORED: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Names as Megatron's flags have them."""
+"""By the names that flags give them."""
 PIECE: Final = 2**24
 """Elements that are computed on at once where temporaries take memory."""
 OF_WEIGHTS, OF_SQUARES = 1, 2

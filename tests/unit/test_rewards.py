@@ -39,6 +39,11 @@ def hanging(sample):
     time.sleep(60)
 
 
+@reward("asleep")
+def asleep(sample):
+    time.sleep(60)
+
+
 @reward("dying")
 def dying(sample):
     os._exit(3)
@@ -227,8 +232,8 @@ async def test_what_one_group_does_concerns_no_other(files, make_group):
 
 
 async def test_a_parcel_that_nobody_waits_for_is_given_up(pool, make_group):
-    await pool.warm(spec("hanging"))
-    one_spec = spec("hanging")
+    await pool.warm(spec("asleep"), timeout_s=40.0)
+    one_spec = spec("asleep")
     scoring = [asyncio.ensure_future(pool.score(one_spec, unscored_group(make_group), None)) for _ in range(2)]
     await asyncio.sleep(0.1)
     for task in scoring:
@@ -236,8 +241,8 @@ async def test_a_parcel_that_nobody_waits_for_is_given_up(pool, make_group):
     began = time.monotonic()
     again = await pool.score(spec("by_index"), unscored_group(make_group), None)
     assert again.samples[4].reward == 40
-    # Well before the time limits of the two.
-    assert time.monotonic() - began < 1.9
+    # Well before the time limit of the two.
+    assert time.monotonic() - began < 20
 
 
 async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(files, make_group):
