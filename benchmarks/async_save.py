@@ -3,8 +3,8 @@
     python benchmarks/async_save.py
     python benchmarks/async_save.py --hidden-size 1024 --num-layers 28 --backend megatron -- --device cuda
 
-Two `slime run` of a random model on two-digit sums, a checkpoint after each of --steps steps; in turn, twice. Words after `--`
-go to both. Prints one JSON line for each: seconds of a save, those of them that the run waited for, and seconds of a step, which
+Two `slime run` of a random model on sums, a checkpoint after each of --steps steps; in turn, twice. Words after `--`
+go to both. Prints one JSON line for each: seconds of a save, those of them that the run waited for, and those of a step, which
 share the processor with what is being written (medians without the first, which takes the host memory).
 """
 
@@ -40,7 +40,16 @@ checkpoint = { save_interval = 1, save_hf = false }
 
 def prepare(folder: Path, asked: argparse.Namespace) -> None:
     sizes = ["--hidden-size", asked.hidden_size, "--num-layers", asked.num_layers, "--num-heads", 8]
-    words = ["models", "new", "base", "--alphabet", "0123456789+= ", *sizes, "--intermediate-size", 4 * asked.hidden_size]
+    words = [
+        "models",
+        "new",
+        "base",
+        "--alphabet",
+        "0123456789+= ",
+        *sizes,
+        "--intermediate-size",
+        4 * asked.hidden_size,
+    ]
     subprocess.run([*SLIME, *map(str, words)], cwd=folder, check=True, capture_output=True)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
