@@ -339,7 +339,7 @@ def main() -> None:
     if asked.told is not None:
         try:
             run_rank(asked, asked.told)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it is told
             # Leaving in the usual way would wait for the other ranks.
             traceback.print_exc()
             sys.stderr.flush()
