@@ -6,7 +6,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-agents slime-buffer-service slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-quantize slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-sglang slime-sources slime-track
+PLUGINS := slime-agents slime-buffer-service slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-quantize slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-sglang slime-sources slime-track slime-verifiers
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[images,plot,ray] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[images,plot,ray,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -48,7 +48,7 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
 test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not runs and not sglang"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
@@ -57,7 +57,7 @@ test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration -m "examples or runs"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults

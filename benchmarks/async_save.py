@@ -3,9 +3,9 @@
     python benchmarks/async_save.py
     python benchmarks/async_save.py --hidden-size 1024 --num-layers 28 --backend megatron -- --device cuda
 
-Two `slime run` of a random model on sums, a checkpoint after each of --steps steps; in turn, twice. Words after `--`
-go to both. Prints one JSON line for each: seconds of a save, those of them that the run waited for, and those of a step, which
-share the processor with what is being written (medians without the first, which takes the host memory).
+Two `slime run` of a random model on two-digit sums, a checkpoint after each of --steps steps; in turn, twice. Words after `--`
+go to both. Prints one JSON line for each: seconds of a save, those of them that the run waited for, and seconds of a step,
+which share the processor with what is being written (medians without the first, which takes the host memory).
 """
 
 from __future__ import annotations

@@ -269,6 +269,7 @@ async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocat
         max_batch=16,
         run_dir=folder,
         num_devices=asked.engine_ranks,
+        first_device=index * asked.engine_ranks,
     )
     version = 0
     await built.start(setup)

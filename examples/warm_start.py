@@ -39,6 +39,7 @@ from slime_core.objective.loss import TokenObjective
 from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.batch_images import BatchImages
+from slime_core.types.image import Image
 
 BATCH: Final = 128
 INITIALIZER_RANGE: Final = 0.08
@@ -153,7 +154,7 @@ def batches(
             mask=mask,
             rollout_log_probs=np.zeros(response_length.sum(), np.float32),
             version=np.zeros(response_length.sum(), np.int32),
-            images=BatchImages.of([images[number] for number in numbers]) if images else None,
+            images=BatchImages.of([[Image(data=data) for data in images[n]] for n in numbers]) if images else None,
         )
         yield batch, TokenColumns(loss_weight=(mask / mask.sum()).astype(np.float32))
 

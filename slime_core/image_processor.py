@@ -29,9 +29,14 @@ class Pixels:
     values: npt.NDArray[np.float32]
     """(patches, values of a patch)"""
     grid_thw: npt.NDArray[np.int64]
-    """(3,) frames, rows and columns of patches."""
+    """(3,) frames, rows and columns of patches; of a video, two frames are one."""
     num_tokens: int
     """Features that the language model gets of it."""
+
+    @property
+    def grids(self) -> npt.NDArray[np.int64]:
+        """(frames, 3): frame after frame, as the language model sees them, with text between."""
+        return np.repeat(self.grid_thw[None] * [0, 1, 1] + [1, 0, 0], self.grid_thw[0], axis=0)
 
 
 class ImageProcessor:
@@ -63,11 +68,23 @@ class ImageProcessor:
                 "other models with images are not supported."
             )
         self.token_id = int(token_id)
+        self.video_token_id = int(config.get("video_token_id", -1))
         self._patches_of_token = int(self._processor.merge_size) ** 2
+
+    def differs_from(self, videos: Any) -> list[str]:
+        """In what transformers' processor of videos would make other numbers of a frame than this one."""
+        names = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+        return [name for name in names if getattr(self._processor, name) != getattr(videos, name)]
+
+    def token_of(self, image: Image) -> int:
+        """The token that stands for its features."""
+        return self.video_token_id if image.frames else self.token_id
 
     def num_tokens(self, image: Image) -> int:
         """Of an image that `read_image` gave; from its size alone."""
         width, height = opened(image).size
+        if image.frames:
+            return width * (height // 2) // (self._patches_of_token * int(self._processor.patch_size) ** 2)
         try:
             patches = self._processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
@@ -75,10 +92,30 @@ class ImageProcessor:
         return int(patches) // self._patches_of_token
 
     def pixels(self, image: Image) -> Pixels:
+        if image.frames:
+            return self._video_pixels(image)
         output = self._processor(images=[opened(image).convert("RGB")], return_tensors="np")
         grid = np.asarray(output["image_grid_thw"], np.int64)[0]
         return Pixels(
             values=np.asarray(output["pixel_values"], np.float32),
+            grid_thw=grid,
+            num_tokens=int(grid.prod()) // self._patches_of_token,
+        )
+
+    def _video_pixels(self, video: Image) -> Pixels:
+        """Of two frames as of one picture, whose patches hold it twice: here the second frame stands in the second half."""
+        whole = opened(video).convert("RGB")
+        width, height = whole.size[0], whole.size[1] // video.frames
+        frames = [whole.crop((0, top, width, top + height)) for top in range(0, height * video.frames, height)]
+        output = self._processor(images=frames, do_resize=False, return_tensors="np")
+        depth = int(self._processor.temporal_patch_size)
+        side = int(self._processor.patch_size)
+        # (two frames, first or second, patches, channels, time, values)
+        values = np.asarray(output["pixel_values"], np.float32).reshape(video.frames // 2, 2, -1, 3, depth, side * side)
+        paired = np.stack([values[:, number, :, :, number] for number in range(2)], axis=3)
+        grid = np.asarray(output["image_grid_thw"], np.int64)[0] * [0, 1, 1] + [video.frames // 2, 0, 0]
+        return Pixels(
+            values=paired.reshape(-1, 3 * depth * side * side),
             grid_thw=grid,
             num_tokens=int(grid.prod()) // self._patches_of_token,
         )

@@ -43,8 +43,9 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-search-r1": ("search_r1",),
         "slime-agents": ("retool", "multi_agent", "openai_agent"),
         "slime-buffer-service": ("outside_agents",),
+        "slime-verifiers": ("verifiers",),
     },
-    groups.SOURCES: {"slime-sources": ("stream", "curriculum", "sums")},
+    groups.SOURCES: {"slime-sources": ("stream", "curriculum", "sums"), "slime-verifiers": ("verifiers",)},
     groups.MIDDLEWARES: {
         "slime-router": (
             "radix_cache",

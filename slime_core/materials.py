@@ -18,6 +18,7 @@ from slime_core.errors import CheckpointError, ConfigError, DataError, ModelErro
 from slime_core.image_processor import ImageProcessor
 from slime_core.manifest import check_required
 from slime_core.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
+from slime_core.video_reader import VideoReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,10 +58,10 @@ def load_materials(run: BoundRun) -> Materials:
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
-    image_key = data.multimodal_keys.get("image")
-    images = None
-    if image_key is not None:
+    images, videos = None, None
+    if data.multimodal_keys:
         images = ImageProcessor(folder, trust_remote_code=config.model.trust_remote_code)
+        videos = VideoReader(folder, images) if "video" in data.multimodal_keys else None
     source = None
     if run.reads_prompts:
         renderer = PromptRenderer(
@@ -69,14 +70,16 @@ def load_materials(run: BoundRun) -> Materials:
             label_key=data.label_key,
             metadata_key=data.metadata_key,
             tool_key=data.tool_key,
-            image_key=image_key,
+            image_key=data.multimodal_keys.get("image"),
             images=images,
+            video_key=data.multimodal_keys.get("video"),
+            videos=videos,
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             max_prompt_len=max_prompt_len,
         )
         source = run.source.build()(renderer, seed=run.rollout_seed)
-    evals = {settings.name: eval_source(run, settings, tokenizer, images) for settings in run.evals}
+    evals = {settings.name: eval_source(run, settings, tokenizer, images, videos) for settings in run.evals}
     return Materials(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -125,7 +128,11 @@ def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, 
 
 
 def eval_source(
-    run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
+    run: BoundRun,
+    settings: BoundEvalSet,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    videos: VideoReader | None,
 ) -> DataSource:
     """An evaluation set is read by the same kind of source as the training data, in order."""
     renderer = PromptRenderer(
@@ -136,6 +143,8 @@ def eval_source(
         tool_key=settings.tool_key,
         image_key=run.config.data.multimodal_keys.get("image"),
         images=images,
+        video_key=run.config.data.multimodal_keys.get("video"),
+        videos=videos,
         apply_chat_template=settings.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         max_prompt_len=settings.max_prompt_len,

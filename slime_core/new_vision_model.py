@@ -18,11 +18,12 @@ CHAT_TEMPLATE: Final = (
     "{% for message in messages %}"
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-"""The contents alone, one after the other; an image as the family writes it."""
+"""The contents alone, one after the other; images and videos as the family writes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class VisionSizes:
     deepstack_layers: tuple[int, ...] = (0, 1)
     """Whose features are added to the first layers of the language model as well."""
     max_pixels: int = 64 * 64
-    """A larger image is made smaller."""
+    """A larger image is made smaller, and a video whose frames have more than eight times as many together."""
 
 
 def new_vision_model(
@@ -59,6 +60,7 @@ def new_vision_model(
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
     from transformers.utils.logging import disable_progress_bar
 
     if folder.exists():
@@ -119,6 +121,14 @@ def new_vision_model(
         temporal_patch_size=2,
         merge_size=2,
         size={"shortest_edge": (2 * vision.patch_size) ** 2, "longest_edge": vision.max_pixels},
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    ).save_pretrained(folder)
+    Qwen3VLVideoProcessor(
+        patch_size=vision.patch_size,
+        temporal_patch_size=2,
+        merge_size=2,
+        size={"shortest_edge": (2 * vision.patch_size) ** 2, "longest_edge": 8 * vision.max_pixels},
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     ).save_pretrained(folder)

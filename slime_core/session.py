@@ -44,6 +44,7 @@ from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.replay import dump_file
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
@@ -79,6 +80,8 @@ class Session:
     """None: the collector needs no engine, and none was started."""
     filters: Sequence[GroupFilter]
     client: EngineClient | None
+    served_engines: Sequence[ServedEngines]
+    """Of models that are not trained."""
     middlewares: Mapping[str, RouterMiddleware]
     """Of the client, by name; a second one of a name has its number behind it."""
     roles: Mapping[str, Trainers]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,11 @@ from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.backend import RoutingReplay
+from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
-from slime_core.engines import build_middlewares, start_engines
+from slime_core.contracts.transport import EngineLink
+from slime_core.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.errors import CheckpointError, ConfigError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
@@ -43,7 +45,9 @@ from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
-from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
+from slime_core.rollout.seat import EngineHandle
+from slime_core.rollout.served_engines import ServedEngines
+from slime_core.rollout.supervisor import Admit, EngineSupervisor, HealthRules, Resync
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
@@ -129,8 +133,9 @@ async def start(
             )
         )
         stack.enter_context(settled_heap())
-        if session.client is not None and config.rollout.use_fault_tolerance:
-            await stack.enter_async_context(supervise(session, session.client, launcher))
+        if config.rollout.use_fault_tolerance:
+            for supervisor in supervisors(session, launcher):
+                await stack.enter_async_context(supervisor)
         error: BaseException | None = None
         try:
             yield session
@@ -172,15 +177,15 @@ async def assemble_session(
             )
             for generator in generators.values():
                 starting.create_task(generator.open())
-            for part in reward_parts(run):
-                limit = part.driver.timeout_s(part.config)
-                starting.create_task(rewards.warm(part.spec(), timeout_s=limit))
+            for part in run.reward_parts:
+                starting.create_task(warm_reward(rewards, part, engines_task))
     except ExceptionGroup as group:
         # One of them stops the others; the user wants to know of that one.
         raise next(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
-    roles, (client, teacher) = trainers_task.result(), engines_task.result()
+    roles, engines = trainers_task.result(), engines_task.result()
+    client = engines.policy
     residency = Residency(
         next(iter(roles.values())).devices if roles else Devices(),
         client,
@@ -236,10 +241,11 @@ async def assemble_session(
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
         client=client,
+        served_engines=engines.served,
         middlewares=middlewares,
         roles=roles,
         learner=(
-            Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=teacher)
+            Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=engines.teacher)
             if roles
             else RolloutOnly(run.config.debug)
         ),
@@ -267,18 +273,45 @@ async def start_trained(
     return await start_roles(run, materials, launcher, agreement, device, folder.path)
 
 
-def supervise(session: Session, client: EngineClient, launcher: Launcher) -> EngineSupervisor:
+def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
     """Who brings lost engines back."""
-    return EngineSupervisor(
-        client,
-        HealthRules.of(session.run.config.rollout),
-        restart=launcher.restart_engine,
-        resync=session.resync,
-        hooks=session.hooks,
-        run=session.event,
-        rollout_id=lambda: session.state.rollout_id,
-        counts=session.faults,
-    )
+
+    def of(
+        client: EngineClient,
+        restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
+        resync: Resync,
+        first: int,
+    ) -> EngineSupervisor:
+        return EngineSupervisor(
+            client,
+            HealthRules.of(session.run.config.rollout),
+            restart=restart,
+            resync=resync,
+            hooks=session.hooks,
+            run=session.event,
+            rollout_id=lambda: session.state.rollout_id,
+            counts=session.faults,
+            first=first,
+        )
+
+    found = []
+    if session.client is not None:
+        found.append(of(session.client, launcher.restart_engine, session.resync, 0))
+
+    async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
+        await admit(None)
+
+    for served in session.served_engines:
+        restart = partial(restart_served, launcher, served)
+        found.append(of(served.client, restart, bring_nothing, served.first_index))
+    return found
+
+
+async def restart_served(launcher: Launcher, served: ServedEngines, index: int) -> tuple[EngineHandle, EngineInfo]:
+    """See `Launcher.restart_engine`; whoever asks these engines finds the new one."""
+    engine, info = await launcher.restart_engine(index)
+    served.replaced(index, info)
+    return engine, info
 
 
 async def follow(session: Session, recorded: RecordedSchedule) -> None:
@@ -313,9 +346,12 @@ def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[st
     return built
 
 
-def reward_parts(run: BoundRun) -> list[Part]:
-    rewards = [*run.rewards, *(reward for settings in run.evals for reward in settings.rewards)]
-    return list({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
+async def warm_reward(pool: RewardPool, part: Part, starting: asyncio.Task[StartedEngines]) -> None:
+    """Builds it in the workers; one that asks engines, when they are there."""
+    asks = part.driver.asks_engines(part.config)
+    if asks:
+        pool.engines = (await starting).reward
+    await pool.warm(part.spec(), timeout_s=part.driver.timeout_s(part.config), asks_engines=asks)
 
 
 def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:

@@ -45,7 +45,7 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
         token_reward=ragged([token_rewards(s) for s in samples], np.float32)
         if any(s.span_rewards for s in samples)
         else None,
-        images=BatchImages.of([[image.data for image in s.prompt.images] for s in samples]),
+        images=BatchImages.of([s.prompt.images for s in samples]),
         routed_experts=expert_rows(samples),
     )
 

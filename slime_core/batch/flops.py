@@ -22,6 +22,8 @@ class ModelShape:
     ffn: int
     """Width of the MLP that a token passes: of all experts that are active for it."""
     vocab: int
+    num_linear: int = 0
+    """Layers of linear attention, whose work grows with the tokens alone; counted as projections of the same sizes."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -30,14 +32,18 @@ class ModelShape:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         active = config.get("num_experts_per_tok")
         ffn = config["intermediate_size"] if active is None else active * config["moe_intermediate_size"]
+        layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+        if kinds is None and (interval := config.get("full_attention_interval")):
+            kinds = ["linear_attention"] * (layers - layers // interval)
         return cls(
-            num_layers=config["num_hidden_layers"],
+            num_layers=layers,
             hidden=hidden,
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
             ffn=ffn,
             vocab=config["vocab_size"],
+            num_linear=(kinds or []).count("linear_attention"),
         )
 
     def forward_flops(self, lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
@@ -46,4 +52,5 @@ class ModelShape:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linear = 2 * self.hidden * (q + 2 * kv + q) + 6 * self.hidden * self.ffn
         attention = 2 * q * tokens * tokens
-        return self.num_layers * (linear * tokens + attention) + 2 * self.hidden * self.vocab * tokens
+        layers = self.num_layers * linear * tokens + (self.num_layers - self.num_linear) * attention
+        return layers + 2 * self.hidden * self.vocab * tokens

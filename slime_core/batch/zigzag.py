@@ -25,12 +25,11 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     token 0 at the sequence's last position. `cu_seqlens` and `max_seqlen` stay those of the whole, padded stream
     (every offset a multiple of 2 cp). The response axis keeps the tokens that this rank's positions predict, in their
     order; `rows` says which. `num_samples` is unchanged, so that every rank reduces over the same samples. Padding takes the
-    last token's expert ids.
+    last token's expert ids. Positions of several directions, (D, N), are cut along N. All images stay; which token stands for
+    which feature is local too.
     """
     if micro.rows is not None:
         raise ValueError("the micro-batch is already one rank's part of another")
-    if micro.images is not None:
-        raise ValueError("a micro-batch with images cannot be cut: their features belong to whole prompts")
     starts = micro.cu_seqlens[:-1].long()
     lengths = micro.cu_seqlens.long().diff()
     chunks = -(-lengths // (2 * cp_size))
@@ -55,7 +54,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     return replace(
         micro,
         tokens=torch.where(real, micro.tokens[source], 0),
-        position_ids=micro.position_ids[source],
+        position_ids=micro.position_ids[..., source],
         cu_seqlens=cu_seqlens,
         max_seqlen=int(2 * cp_size * chunks.max()),
         logit_index=local[rows],
@@ -64,6 +63,9 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
         mask=micro.mask[rows],
         columns=micro.columns.map_rows(rows, micro.tokens.device),
         rows=rows,
+        images=None
+        if micro.images is None
+        else replace(micro.images, feature_of_token=torch.where(real, micro.images.feature_of_token[source], -1)),
         routed_experts=None if micro.routed_experts is None else micro.routed_experts[source],
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.buffer.json_text import json_text
-from slime_core.buffer.row_images import row_images, with_images
+from slime_core.buffer.row_images import Kind, row_images, row_videos, with_images
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slime_core.image_processor import ImageProcessor
+    from slime_core.video_reader import VideoReader
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 RESERVED_TEMPLATE_KWARGS: Final = frozenset(
     {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
 )
 """What the renderer decides itself when it calls the template."""
+VIDEO_MARK: Final = "<|vision_start|><|video_pad|><|vision_end|>"
+"""What templates of the Qwen-VL family write for a video."""
 
 
 class PromptRenderer:
@@ -36,7 +41,8 @@ class PromptRenderer:
     or its JSON text, and are kept in the prompt's metadata too.
 
     Images (with `image_key`) go where `<image>` stands in the messages, or where the model's image token stands in a
-    whole prompt; in the token ids that token is repeated for each of an image's features. `Prompt.text` has it once.
+    whole prompt; in the token ids that token is repeated for each of an image's features. `Prompt.text` has it once. Videos
+    (with `video_key`) go where `<video>` or the video token stands, once for each two frames with their time before it.
     """
 
     def __init__(
@@ -49,6 +55,8 @@ class PromptRenderer:
         tool_key: str = "tools",
         image_key: str | None = None,
         images: ImageProcessor | None = None,
+        video_key: str | None = None,
+        videos: VideoReader | None = None,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_len: int | None = None,
@@ -61,6 +69,8 @@ class PromptRenderer:
         self._tool_key = tool_key
         self._image_key = image_key
         self._images = images
+        self._video_key = video_key
+        self._videos = videos
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(apply_chat_template_kwargs or {})
         if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self._template_kwargs.keys()):
@@ -85,11 +95,17 @@ class PromptRenderer:
         json_text(metadata, f"{origin}: the metadata")
         messages = None
         pictures = () if self._image_key is None else row_images(row, self._image_key, origin, folder)
+        clips: tuple[Image, ...] = ()
+        if self._video_key is not None and self._videos is not None:
+            clips = row_videos(row, self._video_key, origin, folder, self._videos)
         text = value
         if self._apply_chat_template:
             messages = self._messages(value, origin)
-            if self._image_key is not None:
-                messages = with_images(messages, len(pictures), origin)
+            held: dict[Kind, int] = {} if self._image_key is None else {"image": len(pictures)}
+            if self._videos is not None:
+                held["video"] = len(clips)
+            if held:
+                messages = with_images(messages, held, origin)
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
@@ -98,10 +114,13 @@ class PromptRenderer:
             )
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
+        if self._videos is not None:
+            text = with_times(text, clips, origin)
+        token_ids, pictures = self._with_features(self._token_ids(text, origin), pictures, clips, origin)
         return Prompt(
             group_index=group_index,
             text=text,
-            token_ids=self._with_features(self._token_ids(text, origin), pictures, origin),
+            token_ids=token_ids,
             label=label,
             messages=messages,
             tools=tools,
@@ -175,20 +194,34 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
-    def _with_features(self, token_ids: TokenIds, images: Sequence[Image], origin: str) -> TokenIds:
-        """The ids with the token of each image as often as it has features."""
+    def _with_features(
+        self, token_ids: TokenIds, images: tuple[Image, ...], videos: tuple[Image, ...], origin: str
+    ) -> tuple[TokenIds, tuple[Image, ...]]:
+        """The ids with the token of each image as often as it has features, and images and videos with their places, in the
+        order of these."""
         if self._images is None:
-            return token_ids
-        is_image = token_ids == self._images.token_id
-        if is_image.sum() != len(images):
-            token = self._tokenizer.convert_ids_to_tokens(self._images.token_id)
-            raise DataError(
-                f"{origin}: {len(images)} images, and {is_image.sum()} times {token} in the prompt: the template, or the "
-                "prompt where there is none, must write it once for each image"
+            return token_ids, images
+        is_place = np.zeros(len(token_ids), np.bool_)
+        found: list[tuple[int, Image]] = []
+        for kind, shown, token_id in (
+            ("images", images, self._images.token_id),
+            ("videos", videos, self._images.video_token_id),
+        ):
+            at = (
+                np.flatnonzero(token_ids == token_id) if shown or kind == "images" or self._videos else np.empty(0, int)
             )
-        repeats = np.ones(len(token_ids), np.int64)
-        repeats[is_image] = [self._images.num_tokens(image) for image in images]
-        return np.repeat(token_ids, repeats)
+            if len(at) != sum(one.num_places for one in shown):
+                token = self._tokenizer.convert_ids_to_tokens(token_id)
+                raise DataError(
+                    f"{origin}: {len(shown)} {kind}, and {len(at)} times {token} in the prompt: the template, or the "
+                    f"prompt where there is none, must write it once for each {kind.removesuffix('s')}"
+                )
+            is_place[at] = True
+            first = np.cumsum([0, *(one.num_places for one in shown)])
+            found += [(int(at[number]), one) for number, one in zip(first, shown, strict=False)]
+        ordered = [one for _, one in sorted(found, key=lambda it: it[0])]
+        counted = [replace(image, num_tokens=self._images.num_tokens(image)) for image in ordered]
+        return with_features(token_ids, is_place, counted)
 
     def _token_ids(self, text: str, origin: str) -> TokenIds:
         try:
@@ -199,6 +232,35 @@ class PromptRenderer:
         if not len(token_ids):
             raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
         return token_ids
+
+
+def with_features(
+    token_ids: TokenIds, is_place: npt.NDArray[np.bool_], images: Sequence[Image]
+) -> tuple[TokenIds, tuple[Image, ...]]:
+    """The ids with the token at each place, `Image.num_places` of an image, as often as features stand there; and the images
+    with their places in that."""
+    repeats = np.ones(len(token_ids), np.int64)
+    repeats[is_place] = [image.num_tokens // image.num_places for image in images for _ in range(image.num_places)]
+    starts = iter((np.cumsum(repeats) - repeats)[is_place].tolist())
+    placed = tuple(replace(image, places=tuple(islice(starts, image.num_places))) for image in images)
+    return np.repeat(token_ids, repeats), placed
+
+
+def with_times(text: str, videos: Sequence[Image], origin: str) -> str:
+    """Each video's mark in the text once for every two frames, with their time before it, as models of the Qwen3-VL family
+    have learnt it."""
+    pieces = text.split(VIDEO_MARK)
+    if len(pieces) - 1 != len(videos):
+        raise DataError(
+            f"{origin}: {len(videos)} videos, and {len(pieces) - 1} times {VIDEO_MARK} in the prompt: the template, or the "
+            "prompt where there is none, must write it once for each video"
+        )
+    return pieces[0] + "".join(timed_mark(video) + piece for video, piece in zip(videos, pieces[1:], strict=True))
+
+
+def timed_mark(video: Image) -> str:
+    """What stands for a video in the text."""
+    return "".join(f"<{second:.1f} seconds>{VIDEO_MARK}" for second in video.seconds)
 
 
 def _shown(value: Any, length: int = 60) -> str:

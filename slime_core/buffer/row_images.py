@@ -1,21 +1,25 @@
-"""Images of a row: read from what a data file holds, and given their places in its messages."""
+"""Images and videos of a row: read from what a data file holds, and given their places in its messages."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from slime_core.errors import DataError
 from slime_core.image_processor import read_image
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message
 
-KIND: Final = "image"
-PLACEHOLDER: Final = "<image>"
-"""Where an image belongs in a message's text."""
+if TYPE_CHECKING:
+    from slime_core.video_reader import VideoReader
+
+Kind: TypeAlias = Literal["image", "video"]
+PLACEHOLDERS: Final[Mapping[str, Kind]] = {"<image>": "image", "<video>": "video"}
+"""Where one belongs in a message's text."""
 LONGEST_PATH: Final = 4096
 """A longer string is no path."""
 
@@ -32,6 +36,31 @@ def row_images(row: Mapping[str, Any], key: str, origin: str, folder: Path | Non
         data, name = encoded(entry, place, folder)
         images.append(read_image(data, f"{place}{name}"))
     return tuple(images)
+
+
+def row_videos(
+    row: Mapping[str, Any], key: str, origin: str, folder: Path | None, reader: VideoReader
+) -> tuple[Image, ...]:
+    """The videos in column `key`: one, or a list; each a file, given as an image is, or its frames: a list of images, or an
+    object with `frames` and `fps`. DataError names the row, and the video that cannot be read."""
+    value = row.get(key)
+    if value is None:
+        return ()
+    entries = value if isinstance(value, list | tuple) else [value]
+    videos = []
+    for number, entry in enumerate(entries):
+        place = f'{origin}: video {number} of "{key}"'
+        held = entry if isinstance(entry, Mapping) and "frames" in entry else {"frames": entry}
+        if not isinstance(held["frames"], list | tuple):
+            data, name = encoded(entry, place, folder)
+            videos.append(reader.read_file(data, f"{place}{name}"))
+            continue
+        fps = held.get("fps")
+        if fps is not None and not (isinstance(fps, int | float) and fps > 0):
+            raise DataError(f'{place}: "fps" must be a positive number, found {fps!r}')
+        frames = [encoded(frame, f"{place}, frame {at}", folder)[0] for at, frame in enumerate(held["frames"])]
+        videos.append(reader.read_frames(frames, place, fps))
+    return tuple(videos)
 
 
 def encoded(entry: Any, place: str, folder: Path | None) -> tuple[bytes, str]:
@@ -83,37 +112,39 @@ def from_base64(text: str, place: str) -> bytes:
         raise DataError(f"{place}: neither a path nor valid base64: {error}") from error
 
 
-def with_images(messages: Sequence[Message], num_images: int, origin: str) -> list[Message]:
-    """The messages with a content part for every image: where `<image>` stands in a text, or where a part of type image
-    already is. DataError if there are not exactly as many places as images."""
-    placed: list[Message] = [{**message, "content": parts_of(message.get("content"), origin)} for message in messages]
-    places = sum(part.get("type") == KIND for m in placed if isinstance(m["content"], list) for part in m["content"])
-    if places != num_images:
-        raise DataError(
-            f"{origin}: {num_images} images, and {places} places for them in the messages: write {PLACEHOLDER} where each "
-            "belongs"
+def with_images(messages: Sequence[Message], held: Mapping[Kind, int], origin: str) -> list[Message]:
+    """The messages with a content part for every image and video: where `<image>` or `<video>` stands in a text, or where a
+    part of that type already is. `held`: how many there are, of kinds that have a column. DataError if there are not exactly
+    as many places."""
+    marks = {mark: kind for mark, kind in PLACEHOLDERS.items() if kind in held}
+    placed: list[Message] = [
+        {**message, "content": parts_of(message.get("content"), marks, origin)} for message in messages
+    ]
+    for mark, kind in marks.items():
+        places = sum(
+            part.get("type") == kind for m in placed if isinstance(m["content"], list) for part in m["content"]
         )
+        if places != held[kind]:
+            raise DataError(
+                f"{origin}: {held[kind]} {kind}s, and {places} places for them in the messages: write {mark} where each "
+                "belongs"
+            )
     return placed
 
 
-def parts_of(content: Any, origin: str) -> Any:
-    """A text without `<image>` stays a text: templates differ in what they make of a list of parts."""
+def parts_of(content: Any, marks: Mapping[str, Kind], origin: str) -> Any:
+    """A text without a mark stays a text: templates differ in what they make of a list of parts."""
     if isinstance(content, str):
-        texts = content.split(PLACEHOLDER)
-        if len(texts) == 1:
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", content)
+        if len(pieces) == 1:
             return content
-        parts: list[dict[str, Any]] = []
-        for number, text in enumerate(texts):
-            if number:
-                parts.append({"type": KIND})
-            if text:
-                parts.append({"type": "text", "text": text})
-        return parts
+        return [{"type": marks[one]} if one in marks else {"type": "text", "text": one} for one in pieces if one]
     if isinstance(content, list):
-        held = [part for part in content if isinstance(part, Mapping) and part.get("type") == KIND and len(part) > 1]
+        kinds = set(marks.values())
+        held = [part for part in content if isinstance(part, Mapping) and part.get("type") in kinds and len(part) > 1]
         if held:
             raise DataError(
-                f'{origin}: a message holds an image itself ({", ".join(held[0])}): write {{"type": "image"}} there, and put '
-                "the image into the column that --multimodal-keys names"
+                f"{origin}: a message holds an {held[0]['type']} itself ({', '.join(held[0])}): write "
+                f'{{"type": "{held[0]["type"]}"}} there, and put it into the column that --multimodal-keys names'
             )
     return content

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +30,16 @@ from slime_core.types.routed_experts import RoutedExperts, narrow
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-_IMAGE: Final = pa.struct([("name", pa.string()), ("data", pa.binary())])
+_IMAGE: Final = pa.struct(
+    [
+        ("name", pa.string()),
+        ("data", pa.binary()),
+        ("places", pa.list_(pa.int32())),
+        ("num_tokens", pa.int32()),
+        ("frames", pa.int32()),
+        ("seconds", pa.list_(pa.float64())),
+    ]
+)
 _SPAN_REWARD: Final = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("value", pa.float64())])
 
 SCHEMA: Final = pa.schema(
@@ -200,7 +210,7 @@ def _first_images(rows: Sequence[tuple[int, tuple[Image, ...]]]) -> list[list[di
     written: list[list[dict[str, Any]] | None] = []
     for place, (group, images) in enumerate(rows):
         repeated = place > 0 and rows[place - 1] == (group, images)
-        written.append(None if repeated else [{"name": image.name, "data": image.data} for image in images])
+        written.append(None if repeated else [asdict(image) for image in images])
     return written
 
 
@@ -249,7 +259,9 @@ def _read_prompt(row: int, plain: dict[str, Any], lists: dict[str, Any], previou
 def _read_images(written: list[dict[str, Any]] | None, previous: Prompt | None) -> tuple[Image, ...]:
     if written is None:
         return () if previous is None else previous.images
-    return tuple(Image(name=image["name"], data=image["data"]) for image in written)
+    return tuple(
+        Image(**{**image, "places": tuple(image["places"]), "seconds": tuple(image["seconds"])}) for image in written
+    )
 
 
 def _read_experts(table: pa.Table) -> list[RoutedExperts | None]:

@@ -14,12 +14,17 @@ from slime_core.buffer.atomic_file import write_atomically
 from slime_core.errors import DataError
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.batch_images import BatchImages
+from slime_core.types.image import Image
 
 COLUMN: Final = "column_"
 """Begins the names of per-token columns that scoring and credit have added."""
 IMAGES: Final = "images"
 """A sample's images that no sample before it has, and beside them the numbers of all its images."""
 IMAGE_NUMBERS: Final = "image_numbers"
+IMAGE_PLACES: Final = "image_places"
+IMAGE_FRAMES: Final = "image_frames"
+"""Of the images that no sample before has."""
+OF_IMAGES: Final = (IMAGES, IMAGE_NUMBERS, IMAGE_PLACES, IMAGE_FRAMES)
 BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
 OPTIONAL: Final = ("token_reward", "routed_experts", "images")
@@ -66,7 +71,11 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     images = read_images(table) if IMAGES in table.column_names else None
-    named = {name: flat(table[name]) for name in table.column_names if name not in (IMAGES, IMAGE_NUMBERS)}
+    named = {
+        name: flat(table[name])
+        for name in table.column_names
+        if name not in (IMAGES, IMAGE_NUMBERS, IMAGE_PLACES, IMAGE_FRAMES)
+    }
     wanted = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
     if missing := [name for name in wanted if name not in named]:
         raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
@@ -81,17 +90,32 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
 def image_columns(images: BatchImages) -> dict[str, pa.Array]:
     """Distinct images are numbered in the order of their first use, so new ones follow each other."""
     known = 0
-    new: list[list[bytes]] = []
+    new: list[list[Image]] = []
     for sample in range(len(images.counts)):
         end = max(known, int(images.of_sample(sample).max(initial=-1)) + 1)
-        new.append([images.encoded(number) for number in range(known, end)])
+        new.append([images.image(number) for number in range(known, end)])
         known = end
-    return {IMAGES: pa.array(new, pa.list_(pa.binary())), IMAGE_NUMBERS: lists(images.which, images.counts)}
+    places = [images.places_of(sample) for sample in range(len(images.counts))]
+    return {
+        IMAGES: pa.array([[image.data for image in row] for row in new], pa.list_(pa.binary())),
+        IMAGE_FRAMES: pa.array([[image.frames for image in row] for row in new], pa.list_(pa.int32())),
+        IMAGE_NUMBERS: lists(images.which, images.counts),
+        IMAGE_PLACES: pa.array(places, pa.list_(pa.list_(pa.int32()))),
+    }
 
 
 def read_images(table: pa.Table) -> BatchImages | None:
-    distinct = [data for new in table[IMAGES].to_pylist() for data in new]
-    return BatchImages.of([[distinct[number] for number in row] for row in table[IMAGE_NUMBERS].to_pylist()])
+    data, frames = ([value for row in table[name].to_pylist() for value in row] for name in (IMAGES, IMAGE_FRAMES))
+    rows = zip(table[IMAGE_NUMBERS].to_pylist(), table[IMAGE_PLACES].to_pylist(), strict=True)
+    return BatchImages.of(
+        [
+            [
+                Image(data=data[number], frames=frames[number], places=tuple(at))
+                for number, at in zip(numbers, places, strict=True)
+            ]
+            for numbers, places in rows
+        ]
+    )
 
 
 def lists(values: Any, lengths: Any) -> pa.Array:

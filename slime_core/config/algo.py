@@ -50,7 +50,7 @@ class AlgoConfig(Table):
     """Take the engine's log-probs for the old ones."""
     true_on_policy_mode: bool = False
     """Engine and trainer compute with batch-invariant kernels: the log-probs that the engine sampled with are the trainer's,
-    to the bit, and no forward is spent on old ones. Slower; on CPUs."""
+    to the bit, and no forward is spent on old ones. Slower."""
     get_mismatch_metrics: bool = False
     """Recompute old log-probs for the trainer/engine gap metrics even when nothing else needs them."""
 

@@ -18,7 +18,7 @@ from slime_core.config.bound import BoundAlgo, BoundEngines, BoundEvalSet, Bound
 from slime_core.config.checks import cross_checks
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.roles import LOSS_KEYS
-from slime_core.config.run import RunConfig
+from slime_core.config.run import EngineRow, RunConfig
 from slime_core.contracts.advantage import AdvantageDriver, ShapingDriver
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
@@ -71,17 +71,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         if part is not None:
             role_backends[role] = part
     engine = binder.part(groups.ENGINES, config.engine, "engine")
-    teacher = None
-    if (row := config.engines.teacher) is not None:
-        of_row = engine if row.engine is None else binder.part(groups.ENGINES, row.engine, "engines.teacher.engine")
-        if of_row is not None:
-            teacher = BoundEngines(
-                name="teacher",
-                engine=of_row,
-                model_path=Path(row.load),
-                num_engines=row.num_engines,
-                num_devices=row.num_gpus_per_engine,
-            )
+    teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
+    reward_model = bind_engines("reward", config.engines.reward, engine, binder)
     transport_name = config.sync.transport or (
         engine.driver.transports[0] if engine and engine.driver.transports else None
     )
@@ -138,6 +129,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         middlewares=middlewares,
         evals=evals,
         teacher=teacher,
+        reward_model=reward_model,
         role_backends=role_backends,
     )
     if contradictions := cross_checks(run):
@@ -245,6 +237,22 @@ def bind_algo(table: PluginTable, binder: Binder) -> BoundAlgo | None:
         critic_loss=parts.get("critic_loss"),
         shaping=tuple(part for slot, part in parts.items() if slot.startswith("shaping")),
         corrections=tuple(part for slot, part in parts.items() if slot.startswith("corrections")),
+    )
+
+
+def bind_engines(name: str, row: EngineRow | None, of_run: Part | None, binder: Binder) -> BoundEngines | None:
+    """A row of the engines table; `of_run`: the policy's engine, which serves it unless the row names one."""
+    if row is None:
+        return None
+    engine = of_run if row.engine is None else binder.part(groups.ENGINES, row.engine, f"engines.{name}.engine")
+    if engine is None:
+        return None
+    return BoundEngines(
+        name=name,
+        engine=engine,
+        model_path=Path(row.load),
+        num_engines=row.num_engines,
+        num_devices=row.num_gpus_per_engine,
     )
 
 

@@ -228,6 +228,7 @@ class BoundRun:
     middlewares: tuple[Part, ...] = ()
     evals: tuple[BoundEvalSet, ...] = field(default=())
     teacher: BoundEngines | None = None
+    reward_model: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
 
@@ -237,17 +238,28 @@ class BoundRun:
         return trained_roles(self)
 
     @property
+    def served(self) -> tuple[BoundEngines, ...]:
+        """Models that are served and not trained, in the order in which their engines start."""
+        return tuple(row for row in (self.teacher, self.reward_model) if row is not None)
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
         evals = [p for e in self.evals for p in (*(r.part for r in e.rewards), e.generate) if p is not None]
         transport = () if self.transport is None else (self.transport,)
-        teacher = () if self.teacher is None else (self.teacher.engine,)
+        served = tuple(row.engine for row in self.served)
         rewards = tuple(reward.part for reward in self.rewards)
         return (
-            self.backend, *self.role_backends.values(), self.engine, *teacher, *transport, *rewards, self.source,
+            self.backend, *self.role_backends.values(), self.engine, *served, *transport, *rewards, self.source,
             self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals,
             *self.algo.parts,
         )  # fmt: skip
+
+    @property
+    def reward_parts(self) -> tuple[Part, ...]:
+        """Of training and evaluation, each once."""
+        rewards = [*self.rewards, *(reward for settings in self.evals for reward in settings.rewards)]
+        return tuple({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
 
     @property
     def generates(self) -> bool:

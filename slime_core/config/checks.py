@@ -24,6 +24,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         advantages,
         collector,
         rewards,
+        reward_model,
         debug_parts,
         teacher,
         asked_roles,
@@ -188,8 +189,30 @@ def collector(run: BoundRun) -> list[str]:
     return list(run.collector.driver.problems(run.collector.config, run.config.rollout))
 
 
+def reward_model(run: BoundRun) -> list[str]:
+    """Who asks a reward model has one, and one that is there is asked."""
+    row, problems = run.reward_model, []
+    asking = [part for part in run.reward_parts if part.driver.asks_engines(part.config)]
+    if row is None:
+        return [
+            f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
+            "--engines.reward.load FOLDER, or where it is served already."
+            for part in asking
+        ]
+    if not asking:
+        problems.append("engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does.")
+    if Capability.HTTP not in row.engine.driver.may_offer:
+        problems.append(
+            f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Say --engines.reward.engine with one '
+            "that does."
+        )
+    if run.config.launcher.colocate:
+        problems.append("engines.reward, launcher.colocate = true: a reward model needs devices of its own.")
+    return problems
+
+
 def rewards(run: BoundRun) -> list[str]:
-    if not run.rewards and run.algo.uses_rewards:
+    if not run.rewards and run.algo.uses_rewards and not run.generate.driver.gives_rewards:
         return [
             f'reward: algorithm "{run.algo.name}" needs one, for example --reward NAME. `slime plugins` lists them.'
         ]
@@ -344,6 +367,15 @@ def images(run: BoundRun) -> list[str]:
     ]
     if run.generates and Capability.IMAGES not in run.engine.driver.may_offer:
         problems.append(f'{asked}: engine "{run.engine.name}" takes no images. Say --engine with one that does.')
+    elif (
+        run.generates
+        and Capability.VIDEOS not in run.engine.driver.may_offer
+        and "video" in run.config.data.multimodal_keys
+    ):
+        problems.append(
+            f'{asked}: engine "{run.engine.name}" takes images, and no videos. Say --engine with one that does, or give '
+            "frames as images."
+        )
     if run.teacher is not None:
         problems.append(
             f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "
@@ -364,8 +396,7 @@ def saved_aside(run: BoundRun) -> list[str]:
 def engines_over_nodes(run: BoundRun) -> list[str]:
     launcher, problems = run.config.launcher, []
     engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
-    if run.teacher is not None:
-        engines.append(("engines.teacher.num_gpus_per_engine", run.teacher.engine, run.teacher.num_devices))
+    engines += [(f"engines.{row.name}.num_gpus_per_engine", row.engine, row.num_devices) for row in run.served]
     for key, engine, num_devices in engines:
         if launcher.nodes_of(num_devices) == 1:
             continue
@@ -389,7 +420,8 @@ def local_launcher(run: BoundRun) -> list[str]:
 
 
 def layout(run: BoundRun) -> list[str]:
-    problems: list[str] = list(run.engine.driver.problems(run.engine.config))
+    engines = [run.engine, *(row.engine for row in run.served)]
+    problems = list(dict.fromkeys(p for engine in engines for p in engine.driver.problems(engine.config)))
     for role in run.roles:
         try:
             model_config = json.loads((role.model_path / "config.json").read_text())

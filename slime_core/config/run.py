@@ -44,9 +44,10 @@ class DataConfig(Table):
     """Column of the metadata (an object)."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
-    multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
-    """Columns of what is not text, by its kind: {"image": "images"}, for models that take images. A column has one image
-    or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path."""
+    multimodal_keys: dict[Literal["image", "video"], str] = Field(default_factory=dict)
+    """Columns of what is not text, by its kind: {"image": "images", "video": "clips"}, for models that take it. A column has
+    one image or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path.
+    A video is a file, given likewise, or a list of the images that are its frames, or an object with frames and fps."""
     apply_chat_template: bool = False
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -81,7 +82,7 @@ class EngineRow(Table):
     """Engines with a model of their own, which is not trained."""
 
     load: RunPath
-    """Hugging Face folder of its weights, with the trained model's tokenizer."""
+    """Hugging Face folder of its weights. A teacher has the trained model's tokenizer."""
     engine: PluginTable | None = None
     """Engine; by default the run's, with its options."""
     num_gpus: int | None = Field(None, gt=0)
@@ -100,6 +101,8 @@ class EnginesConfig(Table):
     teacher: EngineRow | None = None
     """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
     (model.opd_teacher_load), and on devices of its own."""
+    reward: EngineRow | None = None
+    """Reward model or judge, for rewards that ask one over HTTP; on devices of its own, with a tokenizer of its own."""
 
 
 class RewardTable(PluginTable):

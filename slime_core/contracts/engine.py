@@ -46,6 +46,10 @@ class Capability(StrEnum):
     """Gives the log-probs of tokens that it is given, as a teacher does."""
     IMAGES = "images"
     """Takes requests with images, for the model that it has."""
+    VIDEOS = "videos"
+    """And with videos, which it is given as frames (`Image.frames`)."""
+    HTTP = "http"
+    """Serves a reward model to others, at `EngineInfo.address`."""
     REPLAY = "replay"
     """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
     TRUE_ON_POLICY = "true_on_policy"
@@ -65,6 +69,8 @@ class Memory(StrEnum):
 class EngineSetup:
     index: int
     """Which engine of the run this is."""
+    place: int = 0
+    """Which of those with these options: servers that run already are listed so."""
     model_path: Path
     """Hugging Face folder: architecture, tokenizer, and the weights to start with."""
     device: Literal["cpu", "cuda"]
@@ -77,6 +83,8 @@ class EngineSetup:
     trust_remote_code: bool = False
     num_devices: int = 1
     """Devices of this engine, on all its machines; on a CPU processes that share its cores."""
+    first_device: int = 0
+    """Number of its first one, where the engine sees those of all engines."""
     host: str = "127.0.0.1"
     """This machine's address, as whoever talks to the engine reaches it; the loopback where all are on one machine."""
     num_nodes: int = 1
@@ -89,6 +97,9 @@ class EngineSetup:
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
     routed_experts: bool = False
     """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
+    reward_model: bool = False
+    """It serves rewards, over HTTP: nothing but `start`, `health` and `stop` is called, and the folder may hold a model with
+    a score head. Only with `Capability.HTTP`."""
     true_on_policy: bool = False
     """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
 

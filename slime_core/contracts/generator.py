@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from slime_core.contracts.driver import Driver
 
@@ -81,3 +81,6 @@ class Generator(ABC):
 
 class GeneratorDriver(Driver[Generator]):
     """Chosen by --generate."""
+
+    gives_rewards: ClassVar[bool] = False
+    """Its samples have their rewards, or it raises: a run needs none of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -52,6 +52,18 @@ RewardValue: TypeAlias = "float | Mapping[str, float] | SpanRewards | RewardFail
 """A number; named numbers of which `reward_key` picks the one to train on; numbers for spans; or a failure."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A server of the run's own engines, for rewards that ask a model (`engines.reward`)."""
+
+    url: str
+    """`http://127.0.0.1:30000`, as reward workers reach it."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token of its requests."""
+    model_path: str
+    """Hugging Face folder of what it serves."""
+
+
 class Reward(ABC):
     """Sees the whole group, so that answers can be compared. Called in a worker process: it may block, up to the time
     limit; it may not rely on state between calls.
@@ -77,6 +89,18 @@ class RewardDriver(Driver[Reward]):
     def timeout_s(cls, config: Any) -> float | None:
         """Seconds that it may take for one group; None: as the run says (`reward_timeout`)."""
         return None
+
+    @classmethod
+    def asks_engines(cls, config: Any) -> bool:
+        """Whether it asks the model of `engines.reward`. Then the run needs one, and `build_asking` takes the place of
+        `build`."""
+        return False
+
+    @classmethod
+    def build_asking(cls, config: Any, servers: Sequence[ServedModel]) -> Reward:
+        """`servers`: all serve the same model. When some are lost or replaced, another one is built; a group that could not
+        be scored for their sake (`infra`, `timeout`) is then scored again."""
+        raise NotImplementedError
 
 
 RewardFunction: TypeAlias = "Callable[[Sample], RewardValue]"

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels on a CPU: what is computed for a token depends on its sequence alone, to the bit.
+"""Batch-invariant kernels of torch's own operations: what is computed for a token depends on its sequence alone, to the bit.
 
 Not on what else is in the batch, how it is packed or padded, nor on whether the token is decoded or read. So an engine
 and a trainer that compute with them agree exactly about the log-probs of what the engine sampled (true on-policy).

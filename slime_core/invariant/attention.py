@@ -18,6 +18,8 @@ from slime_core.invariant.sums import BLOCK, blocked_sum, tree_sum
 
 PIECE: Final = 2**20
 """Products that exist at once: more would leave the processor's caches."""
+DEVICE_PIECE: Final = 2**26
+"""The same on a GPU, which wants many at once: 256 MiB of them. How many there are changes no bit."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -47,8 +49,9 @@ class _Attend(torch.autograd.Function):
         sequences, heads, queries, width = q.shape
         out = q.new_empty((sequences, heads, queries, v.shape[-1]))
         each = heads * k.shape[2] * max(width, v.shape[-1])
-        rows = max(1, min(queries, PIECE // each))
-        together = max(1, PIECE // (each * rows))
+        piece = PIECE if q.device.type == "cpu" else DEVICE_PIECE
+        rows = max(1, min(queries, piece // each))
+        together = max(1, piece // (each * rows))
         for first in range(0, sequences, together):
             some = slice(first, first + together)
             for start in range(0, queries, rows):

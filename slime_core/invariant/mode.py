@@ -130,14 +130,14 @@ _ONLY_MOVED: Final = (
     "split_with_sizes split_with_sizes_copy unbind cat stack clone copy _to_copy detach alias lift_fresh as_strided embedding "
     "index index_select index_copy index_put gather scatter scatter_add constant_pad_nd repeat arange empty empty_like "
     "empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full full_like fill zero "
-    "scalar_tensor _local_scalar_dense set resize record_stream is_same_size unfold movedim flatten"
+    "scalar_tensor _local_scalar_dense _foreach_copy set resize record_stream is_same_size unfold movedim flatten"
 )  # fmt: skip
 HARMLESS: Final = frozenset(f"{_ROUNDED_ALIKE} {_ONLY_MOVED}".split())
 """Names in `aten`, without overloads and without the underscore of what works in place."""
 
 
 class InvariantKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with InvariantKernels():` around a forward on a CPU. ModelError names an operation that has no kernel here.
+    """`with InvariantKernels():` around a forward. ModelError names an operation that has no kernel here.
 
     `bring_weights`: namespaces of operations that put weights together before they are used, and compute nothing.
     """

@@ -10,7 +10,7 @@ Legend: M rows, B rows of a block, K and N columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -35,7 +35,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     # A block of a slice would not be one piece of memory, as blocks of a new tensor are.
     source = source.contiguous()
     result = torch.empty((padded, right.shape[1]), dtype=left.dtype, device=left.device)
-    with one_thread():
+    with one_thread() if left.device.type == "cpu" else nullcontext():
         for start in range(0, padded, BLOCK):
             torch.mm(source[start : start + BLOCK], right, out=result[start : start + BLOCK])
     return result[:rows, :columns]
@@ -74,12 +74,15 @@ def product_shapes(model: nn.Module) -> set[tuple[int, int]]:
     return {(layer.out_features, layer.in_features) for layer in model.modules() if isinstance(layer, nn.Linear)}
 
 
-def require_equal_rows(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """ModelError if in a product of a block with a weight of one of these shapes (N, K) the place of a row matters."""
+def require_equal_rows(
+    shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """ModelError if in a product of a block with a weight of one of these shapes (N, K) the place of a row matters. `device`:
+    where products are computed; None: the CPU."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted(set(shapes)):
-        rows = torch.randn((BLOCK, inputs), generator=generator).to(dtype)
-        weight = torch.randn((outputs, inputs), generator=generator).to(dtype)
+        rows = torch.randn((BLOCK, inputs), generator=generator).to(device, dtype)
+        weight = torch.randn((outputs, inputs), generator=generator).to(device, dtype)
         expected = multiply(rows, weight.t())
         for shift in (1, BLOCK // 2, BLOCK - 1):
             if not torch.equal(multiply(rows.roll(shift, 0), weight.t()).roll(-shift, 0), expected):

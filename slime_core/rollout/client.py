@@ -58,6 +58,8 @@ class EngineClient:
         self._held: set[str] = set()
         self._awake = asyncio.Event()
         self._awake.set()
+        self._serving = asyncio.Event()
+        self._serving.set()
         self._waiting: deque[GenerateRequest] = deque()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
         self._sent: dict[str, float] = {}
@@ -96,6 +98,12 @@ class EngineClient:
         """Returns when engines are not asleep: till then their devices may be somebody else's."""
         await self._awake.wait()
 
+    async def serving(self) -> None:
+        """Returns when an engine is in service; raises the error for which there will be none."""
+        await self._serving.wait()
+        if self._failure is not None:
+            raise self._failure
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """Through the middlewares to an engine and back. EngineError if the engine fails; of watched ones
         EngineUnavailable if the request was lost too often."""
@@ -127,6 +135,13 @@ class EngineClient:
         if (freed := FREES.get(method)) is not None and (freed != ASLEEP or wakes_whole(*args)):
             self._note(self._held - {freed})
         return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
+
+    async def ask_one(self, index: int, method: str, *args: Any) -> tuple[Any, ...]:
+        """As `ask`, of one engine in service: its result, or nothing if it was lost."""
+        seat = self._seats[index]
+        if self._on_loss is None:
+            return (await seat.engine.call(method, *args),)
+        return await self._call(seat, method, args)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests; those still waiting here, or in a middleware, are answered with nothing."""
@@ -177,6 +192,8 @@ class EngineClient:
         assert self._on_loss is not None
         self.num_lost += 1
         again = [request for request in seat.vacate() if self._survives(request, index, error)]
+        if not self.num_engines:
+            self._serving.clear()
         self._waiting.extendleft(reversed(again))
         if again:
             self._plan_flush()
@@ -185,6 +202,7 @@ class EngineClient:
     def admit(self, index: int, engine: EngineHandle) -> None:
         """Puts an engine into service. Until it has given an answer it gets one request at a time."""
         self._seats[index].seat(engine, bound=1)
+        self._serving.set()
         self._plan_flush()
 
     def fail(self, error: Exception) -> None:
@@ -192,6 +210,7 @@ class EngineClient:
         if self._failure is not None:
             return
         self._failure = error
+        self._serving.set()
         self._waiting.clear()
         for answer in self._answers.values():
             if not answer.done():

@@ -7,15 +7,19 @@ import functools
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from slime_core.config.bound import PartSpec
-from slime_core.contracts.reward import Outcome, Reward, RewardValue
+from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
 from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
 from slime_core.types.sample import SampleGroup
+
+Servers: TypeAlias = "tuple[ServedModel, ...] | None"
+"""Those that a reward asks; None: it asks no engines of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +42,32 @@ class Scored:
     seconds: float
 
 
-def start_worker(specs: Sequence[str], plugin_files: tuple[PluginFile, ...]) -> None:
+def start_worker(specs: Mapping[str, Servers], plugin_files: tuple[PluginFile, ...]) -> None:
     """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for spec in specs:
+    for spec, servers in specs.items():
         # It says why when it is called; here it would only break the pool.
         with contextlib.suppress(Exception):
-            build_reward(spec, plugin_files)
+            build_reward(spec, servers, plugin_files)
 
 
 @functools.cache
-def reward_of(spec: str, plugin_files: tuple[PluginFile, ...]) -> Reward:
-    """Built once in each worker process."""
-    reward: Reward = PartSpec.from_json(spec).resolve(Registry(plugin_files)).build()
+def reward_of(spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...]) -> Reward:
+    """Built once in each worker process, and anew for other servers."""
+    part = PartSpec.from_json(spec).resolve(Registry(plugin_files))
+    reward: Reward = part.build() if servers is None else part.driver.build_asking(part.config, servers)
     return reward
 
 
-def build_reward(spec: str, plugin_files: tuple[PluginFile, ...]) -> None:
-    reward_of(spec, plugin_files)
+def build_reward(spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...]) -> None:
+    reward_of(spec, servers, plugin_files)
 
 
-def score_groups(spec: str, plugin_files: tuple[PluginFile, ...], groups: Sequence[SampleGroup]) -> Scored:
+def score_groups(
+    spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...], groups: Sequence[SampleGroup]
+) -> Scored:
     """What one group makes the reward raise does not concern the others."""
-    reward = reward_of(spec, plugin_files)
+    reward = reward_of(spec, servers, plugin_files)
     began = time.perf_counter()
     values = [score_group(reward, group) for group in groups]
     return Scored(values, time.perf_counter() - began)

@@ -26,7 +26,8 @@ from slime_core.config.bound import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
-from slime_core.rollout.reward_worker import Raised, build_reward, score_groups, start_worker
+from slime_core.rollout.reward_worker import Raised, Servers, build_reward, score_groups, start_worker
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
@@ -58,6 +59,7 @@ class Waiting:
     """A group that waits for its rewards."""
 
     spec: PartSpec
+    servers: Servers
     group: SampleGroup
     answer: asyncio.Future[Sequence[RewardValue] | Raised]
 
@@ -69,9 +71,11 @@ class RewardPool:
         self._plugin_files = tuple(plugin_files)
         self._timeout_s = timeout_s
         # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
-        self._specs: list[str] = []
+        self._specs: dict[str, Servers] = {}
         self._limits: dict[str, float] = {}
         """Seconds for a group, of rewards that say so themselves."""
+        self.engines: ServedEngines | None = None
+        """Of the model that some rewards ask."""
         self._waiting: list[Waiting] = []
         self._parcels: set[asyncio.Task[None]] = set()
         self._pace: dict[str, float] = {}
@@ -84,15 +88,21 @@ class RewardPool:
             initargs=(self._specs, self._plugin_files),
         )
 
-    async def warm(self, spec: PartSpec, *, timeout_s: float | None = None) -> None:
+    async def warm(self, spec: PartSpec, *, timeout_s: float | None = None, asks_engines: bool = False) -> None:
         """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
-        does. Raises what building it raises. `timeout_s`: what it gets instead of the pool's time limit."""
-        self._specs.append(spec.to_json())
+        does. Raises what building it raises. `timeout_s`: what it gets instead of the pool's time limit.
+        `asks_engines`: it is built with those of `engines`."""
+        self._specs[spec.to_json()] = None
+        if asks_engines:
+            assert self.engines is not None, "a reward that asks engines is bound with a model that they serve"
+            self._specs[spec.to_json()] = await self.engines.servers()
         if timeout_s is not None:
             self._limits[spec.to_json()] = timeout_s
         # The first task starts the workers, and the threads that replace them.
         with interrupts_held_back():
-            future = self._pool.schedule(build_reward, args=(spec.to_json(), self._plugin_files))
+            future = self._pool.schedule(
+                build_reward, args=(spec.to_json(), self._specs[spec.to_json()], self._plugin_files)
+            )
         await asyncio.wrap_future(future)
 
     async def score(self, spec: PartSpec, group: SampleGroup, reward_key: str | None) -> SampleGroup:
@@ -119,19 +129,40 @@ class RewardPool:
             return []
         where = f'reward "{spec.name}" on {group.prompt.origin or f"group {group.group_index}"}'
         while True:
+            servers = await self._servers(spec)
             try:
-                values = await self._values(spec, group, where)
-                break
+                values = await self._values(spec, servers, group, where)
+                if not await self._lost(servers, values):
+                    break
             except RewardError as error:
-                if error.outcome == Outcome.WRONG or retries == 0:
+                if error.outcome == Outcome.WRONG:
+                    return [Verdict(failure=error)] * len(group.samples)
+                if await self._replaced(servers):
+                    continue
+                if retries == 0:
                     return [Verdict(failure=error)] * len(group.samples)
                 retries -= 1
         return [verdict_on(sample, v, reward_key, where) for sample, v in zip(group.samples, values, strict=True)]
 
-    async def _values(self, spec: PartSpec, group: SampleGroup, where: str) -> Sequence[RewardValue]:
+    async def _servers(self, spec: PartSpec) -> Servers:
+        """Those that the reward asks now, once there are any."""
+        text = spec.to_json()
+        if self.engines is not None and self._specs.get(text) is not None:
+            self._specs[text] = await self.engines.servers()
+        return self._specs.get(text)
+
+    async def _lost(self, servers: Servers, values: Sequence[RewardValue]) -> bool:
+        """Whether some of these are failures for the sake of servers that serve no longer."""
+        failures = [value for value in values if isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG]
+        return bool(failures) and await self._replaced(servers)
+
+    async def _replaced(self, servers: Servers) -> bool:
+        return servers is not None and self.engines is not None and await self.engines.changed(servers)
+
+    async def _values(self, spec: PartSpec, servers: Servers, group: SampleGroup, where: str) -> Sequence[RewardValue]:
         """One for each sample; RewardError if the group cannot be scored."""
         try:
-            values = await self._ask(spec, group)
+            values = await self._ask(spec, servers, group)
         except FutureTimeoutError:
             raise RewardTimeout(
                 f"{where}: no answer within {self._limit(spec.to_json()):g} s. Raise --reward-timeout, or "
@@ -159,22 +190,22 @@ class RewardPool:
         self._pool.stop()
         self._pool.join()
 
-    async def _ask(self, spec: PartSpec, group: SampleGroup) -> Sequence[RewardValue] | Raised:
+    async def _ask(self, spec: PartSpec, servers: Servers, group: SampleGroup) -> Sequence[RewardValue] | Raised:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send_all)
-        waiting = Waiting(spec, group, loop.create_future())
+        waiting = Waiting(spec, servers, group, loop.create_future())
         self._waiting.append(waiting)
         return await waiting.answer
 
     def _send_all(self) -> None:
-        of_spec: dict[str, list[Waiting]] = {}
+        of_spec: dict[tuple[str, Servers], list[Waiting]] = {}
         texts: dict[int, str] = {}
         for waiting in self._waiting:
             text = texts.get(id(waiting.spec)) or texts.setdefault(id(waiting.spec), waiting.spec.to_json())
-            of_spec.setdefault(text, []).append(waiting)
+            of_spec.setdefault((text, waiting.servers), []).append(waiting)
         self._waiting = []
-        for text, members in of_spec.items():
+        for (text, _), members in of_spec.items():
             pace = self._pace.get(text, math.inf)
             size = max(1, min(LARGEST_PARCEL, int(PARCEL_SECONDS / max(pace, 1e-9))))
             for start in range(0, len(members), size):
@@ -196,7 +227,9 @@ class RewardPool:
         """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
         that the one that hangs, or takes the worker down, is the one that fails."""
         groups = [member.group for member in members]
-        future = self._pool.schedule(score_groups, args=(text, self._plugin_files, groups), timeout=self._limit(text))
+        future = self._pool.schedule(
+            score_groups, args=(text, members[0].servers, self._plugin_files, groups), timeout=self._limit(text)
+        )
         try:
             scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

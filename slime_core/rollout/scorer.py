@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from slime_core.errors import EngineError
-from slime_core.rollout.seat import EngineHandle
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.batch import Batch, Float32
 
 AT_ONCE: Final = 64
@@ -17,12 +17,14 @@ AT_ONCE: Final = 64
 
 
 class EngineScorer:
-    """Samples are dealt to the engines in turn, a message at a time."""
+    """Samples are dealt to the engines in turn, a message at a time. What an engine that is lost was asked is asked of another
+    one, where engines are watched."""
 
-    def __init__(self, name: str, engines: Sequence[EngineHandle]) -> None:
-        """`name`: of the row in the engines table."""
+    def __init__(self, name: str, engines: ServedEngines, *, max_losses: int) -> None:
+        """`name`: of the row in the engines table. `max_losses`: how often a message may be lost with its engine."""
+        self.engines = engines
         self._name = name
-        self._engines = tuple(engines)
+        self._max_losses = max_losses
 
     async def log_probs(self, batch: Batch) -> Float32:
         """(M,) over the batch's response tokens, at temperature 1. EngineError if an engine fails or answers amiss."""
@@ -30,17 +32,30 @@ class EngineScorer:
         work = []
         for number, start in enumerate(range(0, batch.num_samples, AT_ONCE)):
             samples = np.arange(start, min(start + AT_ONCE, batch.num_samples))
-            work.append(self._score(self._engines[number % len(self._engines)], batch, samples, column))
+            work.append(self._score(number, batch, samples, column))
         await asyncio.gather(*work)
         return column
 
-    async def _score(self, engine: EngineHandle, batch: Batch, samples: Any, column: Float32) -> None:
+    async def _score(self, number: int, batch: Batch, samples: Any, column: Float32) -> None:
         starts, lengths = batch.token_offsets, batch.response_length
         sequences = [batch.tokens[starts[sample] : starts[sample + 1]] for sample in samples]
         counts = [int(lengths[sample]) for sample in samples]
-        answers = await engine.call("score", sequences, counts)
+        answers = await self._ask(number, sequences, counts)
         if [len(answer) for answer in answers] != counts:
             raise EngineError(
                 f"engines.{self._name}: an engine was asked for {counts[:8]} ... log-probs and gave others."
             )
         column[batch.response_rows(samples)] = np.concatenate(answers)
+
+    async def _ask(self, number: int, sequences: Sequence[Any], counts: Sequence[int]) -> Sequence[Any]:
+        client = self.engines.client
+        for _ in range(self._max_losses + 1):
+            await client.serving()
+            index = client.indices[number % len(client.indices)]
+            if answered := await client.ask_one(index, "score", sequences, counts):
+                answers: Sequence[Any] = answered[0]
+                return answers
+        raise EngineError(
+            f"engines.{self._name}: {len(sequences)} sequences were lost {self._max_losses + 1} times with the engine that "
+            f"had them (--max-retries {self._max_losses})."
+        )

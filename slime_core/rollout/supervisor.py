@@ -78,9 +78,10 @@ class EngineSupervisor:
         run: Run,
         rollout_id: Callable[[], int],
         counts: Counter[str],
+        first: int = 0,
     ) -> None:
         """`restart`: see `Launcher.restart_engine`. `rollout_id`: the step under way, for events. `counts`: metrics, which
-        are added to."""
+        are added to. `first`: what the run calls the client's engine 0."""
         self._client = client
         self._rules = rules
         self._restart = restart
@@ -89,6 +90,7 @@ class EngineSupervisor:
         self._run = run
         self._rollout_id = rollout_id
         self._counts = counts
+        self._first = first
         self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)
         self._restarts: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,7 +137,9 @@ class EngineSupervisor:
         except TimeoutError as error:
             # If this process itself stood still, its clock says nothing about the engine.
             if now() - asked_at < 2 * limit:
-                raise EngineError(f"engine {index} has not said within {limit:g} s that it is well") from error
+                raise EngineError(
+                    f"engine {self._first + index} has not said within {limit:g} s that it is well"
+                ) from error
 
     # ---------------------------------------------------------------- healing
 
@@ -144,7 +148,7 @@ class EngineSupervisor:
         event = EngineLost(
             run=self._run,
             rollout_id=self._rollout_id(),
-            engine_index=index,
+            engine_index=self._first + index,
             error=error,
             redispatched=redispatched,
         )
@@ -170,7 +174,7 @@ class EngineSupervisor:
                 EngineRecovered(
                     run=self._run,
                     rollout_id=self._rollout_id(),
-                    engine_index=index,
+                    engine_index=self._first + index,
                     version=version,
                     seconds=now() - lost_at,
                 )
@@ -186,29 +190,30 @@ class EngineSupervisor:
             times.popleft()
         if len(times) >= rules.max_restarts:
             raise EngineError(
-                f"engine {index} was lost again after {len(times)} restarts within {rules.window_s:g} s, so it is not "
-                f"started once more (--max-engine-restarts {rules.max_restarts}). The last time: {error}"
+                f"engine {self._first + index} was lost again after {len(times)} restarts within {rules.window_s:g} s, so it "
+                f"is not started once more (--max-engine-restarts {rules.max_restarts}). The last time: {error}"
             ) from error
         times.append(now)
 
     async def _replace(self, index: int) -> int:
         """Another engine in place of a lost one, in service. The version that it holds; -1: none was brought."""
         await self._client.awake()
+        number = self._first + index
         now = asyncio.get_running_loop().time
         began = now()
         try:
             async with asyncio.timeout(self._rules.start_limit_s):
-                engine, info = await self._restart(index)
+                engine, info = await self._restart(number)
         except Exception as error:
             told = str(error) or f"not within {self._rules.start_limit_s:g} s"
-            raise EngineError(f"engine {index} could not be started again: {told}") from error
+            raise EngineError(f"engine {number} could not be started again: {told}") from error
         self._restarts[index] += 1
         self._counts[RESTARTS] += 1
         self._hooks.engine_restarted(
             EngineRestarted(
                 run=self._run,
                 rollout_id=self._rollout_id(),
-                engine_index=index,
+                engine_index=number,
                 restarts=self._restarts[index],
                 pid=info.pid,
                 seconds=now() - began,
@@ -222,7 +227,7 @@ class EngineSupervisor:
             if version is not None:
                 (brought,) = await link.each("version")
                 if brought != version:
-                    raise EngineError(f"engine {index} was brought version {version} and has {brought}")
+                    raise EngineError(f"engine {number} was brought version {version} and has {brought}")
             await self._ask(index, engine)
             if self._client.asleep:
                 await link.each("sleep")

@@ -16,6 +16,7 @@ from slime_core.config.plugin_table import PluginTable
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import Example
+from slime_core.contracts.reward import RewardDriver
 from slime_core.entry import Entry
 from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry, Resolved, bind
@@ -68,7 +69,8 @@ class Subject:
             # Options that are required have no default: then examples have to give them.
             elif options or len(known) == 1:
                 self.problems += found
-        return cases
+        # Here are no engines of a run.
+        return [case for case in cases if not case.asks_engines] or cases
 
     def _examples(self, driver: Any) -> tuple[Example, ...]:
         try:
@@ -121,6 +123,12 @@ class Case:
         if algo is None or binder.problems:
             raise ConfigError(binder.problems)
         return algo
+
+    @property
+    def asks_engines(self) -> bool:
+        """A reward that is built with the servers of a run's model."""
+        driver = self.driver
+        return isinstance(driver, type) and issubclass(driver, RewardDriver) and driver.asks_engines(self.config)
 
     def problems(self) -> list[str]:
         """Why the options cannot be bound; empty if they can."""

@@ -100,6 +100,7 @@ class Simulation:
             runner=self._runner(client, config, "train"),
             filters=self.filters,
             client=client,
+            served_engines=(),
             middlewares={},
             roles=cast("Any", {"actor": self.ranks}),
             residency=Residency(Devices(), client, shared=False, offload_rollout=False),

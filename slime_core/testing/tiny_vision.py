@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from slime_core.types.batch import Batch
 from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
+from slime_core.video_reader import VideoReader
 
 MAX_LENGTH: Final = 256
 IMAGE_TOKEN: Final = 4
@@ -64,6 +66,24 @@ def image_prompt(processor: ImageProcessor, group_index: int, *parts: int | Imag
             tokens.append(part)
     images = tuple(part for part in parts if isinstance(part, Image))
     return Prompt(group_index=group_index, text="", token_ids=np.array(tokens, np.int32), images=images)
+
+
+def video_prompt(folder: Path, processor: ImageProcessor, group_index: int, *parts: int | Sequence[Image]) -> Prompt:
+    """Token ids and videos in a row; a video is a list of pictures. Between each two frames stands a token of text."""
+    reader = VideoReader(folder, processor)
+    tokens: list[int] = []
+    videos = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens.append(part)
+            continue
+        video = reader.read_frames([frame.data for frame in part], "a test")
+        count, places = processor.num_tokens(video), []
+        for number in range(video.num_places):
+            places.append(len(tokens) + 2)
+            tokens += [7 + number, 2, *[processor.video_token_id] * (count // video.num_places), 3]
+        videos.append(replace(video, places=tuple(places), num_tokens=count))
+    return Prompt(group_index=group_index, text="", token_ids=np.array(tokens, np.int32), images=tuple(videos))
 
 
 def image_samples(processor: ImageProcessor) -> list[Sample]:
@@ -117,11 +137,11 @@ def load_plain_vision(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
-def with_stand_in(model: Any) -> Any:
+def with_stand_in(model: Any, token: int | None = None) -> Any:
     """The same object with one more row of embeddings: transformers takes every image token for an image's feature, so
-    one that the model wrote itself is fed as this token."""
+    one that the model wrote itself is fed as this token. `token`: stands in for this one."""
     embedding = model.get_input_embeddings()
-    image = int(model.config.image_token_id)
+    image = int(model.config.image_token_id) if token is None else token
     with torch.no_grad():
         embedding.weight = torch.nn.Parameter(torch.cat([embedding.weight, embedding.weight[image : image + 1]]))
     return model
@@ -129,6 +149,32 @@ def with_stand_in(model: Any) -> Any:
 
 def image_log_probs_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[int], response: Sequence[int]) -> Tensor:
     """(R,) log-probs of the response tokens, by a model `with_stand_in`, one sequence alone; with gradient, if it is on."""
+    rows = image_logits_of(model, pixels, prompt, response).log_softmax(-1)
+    chosen: Tensor = rows.gather(1, torch.tensor(list(response), dtype=torch.int64)[:, None])[:, 0]
+    return chosen
+
+
+def video_log_probs_of(
+    model: Any, pixel_values: Any, grid_thw: Any, prompt: Sequence[int], response: Sequence[int]
+) -> Tensor:
+    """(R,) as `image_log_probs_of`, of a prompt whose videos are these, by a model with a stand-in for their token."""
+    video, last = int(model.config.video_token_id), len(model.get_input_embeddings().weight) - 1
+    tokens = torch.tensor([[*map(int, prompt), *(last if token == video else int(token) for token in response)]])
+    model.model.rope_deltas = None
+    rows = model(
+        input_ids=tokens,
+        use_cache=False,
+        pixel_values_videos=torch.as_tensor(pixel_values).to(model.dtype),
+        video_grid_thw=torch.as_tensor(grid_thw),
+        mm_token_type_ids=2 * (tokens == video).long(),
+    ).logits[0]
+    rows = rows[len(prompt) - 1 : len(prompt) + len(response) - 1].log_softmax(-1)
+    chosen: Tensor = rows.gather(1, torch.tensor(list(response), dtype=torch.int64)[:, None])[:, 0]
+    return chosen
+
+
+def image_logits_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """(R, outputs of the head) at the tokens that predict the response, as `image_log_probs_of`."""
     embedding = model.get_input_embeddings()
     image = int(model.config.image_token_id)
     written = [len(embedding.weight) - 1 if token == image else int(token) for token in response]
@@ -141,7 +187,5 @@ def image_log_probs_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[in
             "mm_token_type_ids": (tokens == image).long(),
         }
     model.model.rope_deltas = None
-    rows = model(input_ids=tokens, use_cache=False, **extra).logits[0].log_softmax(-1)
-    rows = rows[len(prompt) - 1 : len(prompt) + len(response) - 1]
-    chosen: Tensor = rows.gather(1, torch.tensor(list(response), dtype=torch.int64)[:, None])[:, 0]
-    return chosen
+    rows: Tensor = model(input_ids=tokens, use_cache=False, **extra).logits[0]
+    return rows[len(prompt) - 1 : len(prompt) + len(response) - 1]

@@ -1,16 +1,18 @@
 """BatchImages: the images of a batch, each held once however many samples see it.
 
-S samples, U distinct images, K places of images in the samples' prompts.
+S samples, U distinct images, K images of all samples, P places that are known of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from slime_core.types.image import Image
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,22 +24,32 @@ class BatchImages:
     offsets: npt.NDArray[np.int64]
     """(U + 1,) into `data`."""
     which: npt.NDArray[np.int32]
-    """(K,) the image at each place, sample after sample."""
+    """(K,) the distinct image that each one is, sample after sample."""
     counts: npt.NDArray[np.int32]
-    """(S,) places of each sample."""
+    """(S,) images of each sample."""
+    places: npt.NDArray[np.int32]
+    """(P,) `Image.places`, one image after the other."""
+    place_counts: npt.NDArray[np.int32]
+    """(K,) places of each; 0: its features stand at the image tokens of the prompt."""
+    frames: npt.NDArray[np.int32]
+    """(U,) `Image.frames` of each distinct image."""
 
     @classmethod
-    def of(cls, images_of_samples: Sequence[Sequence[bytes]]) -> BatchImages | None:
+    def of(cls, images_of_samples: Sequence[Sequence[Image]]) -> BatchImages | None:
         """None if no sample has an image."""
-        distinct: dict[bytes, int] = {}
-        which = [distinct.setdefault(data, len(distinct)) for images in images_of_samples for data in images]
+        every = [image for images in images_of_samples for image in images]
+        distinct = {image.data: image for image in every}
         if not distinct:
             return None
+        numbers = {data: number for number, data in enumerate(distinct)}
         return cls(
             data=np.frombuffer(b"".join(distinct), np.uint8),
             offsets=np.cumsum([0, *map(len, distinct)], dtype=np.int64),
-            which=np.array(which, np.int32),
+            which=np.array([numbers[image.data] for image in every], np.int32),
             counts=np.array([len(images) for images in images_of_samples], np.int32),
+            places=np.array([place for image in every for place in image.places], np.int32),
+            place_counts=np.array([len(image.places) for image in every], np.int32),
+            frames=np.array([image.frames for image in distinct.values()], np.int32),
         )
 
     def __len__(self) -> int:
@@ -46,6 +58,10 @@ class BatchImages:
     def encoded(self, number: int) -> bytes:
         """The bytes of a distinct image."""
         return self.data[self.offsets[number] : self.offsets[number + 1]].tobytes()
+
+    def image(self, number: int, places: tuple[int, ...] = ()) -> Image:
+        """A distinct image, at these places."""
+        return Image(data=self.encoded(number), places=places, frames=int(self.frames[number]))
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -56,10 +72,28 @@ class BatchImages:
         """Its images, in the order of their places."""
         return self.which[self.starts[sample] : self.starts[sample + 1]]
 
+    @cached_property
+    def place_starts(self) -> npt.NDArray[np.int64]:
+        """(K + 1,) into `places`."""
+        return np.concatenate([[0], np.cumsum(self.place_counts, dtype=np.int64)])
+
+    def places_of(self, sample: int) -> list[tuple[int, ...]]:
+        """`Image.places` of each of its images."""
+        rows = range(int(self.starts[sample]), int(self.starts[sample + 1]))
+        return [tuple(self.places[self.place_starts[k] : self.place_starts[k + 1]].tolist()) for k in rows]
+
     def take(self, samples: npt.NDArray[np.integer]) -> BatchImages | None:
         """The images of these samples, in this order; None if they have none."""
-        encoded: dict[int, bytes] = {}
-        for sample in samples:
-            for number in self.of_sample(int(sample)).tolist():
-                encoded.setdefault(number, self.encoded(number))
-        return BatchImages.of([[encoded[number] for number in self.of_sample(int(s)).tolist()] for s in samples])
+        known: dict[int, Image] = {}
+
+        def images(sample: int) -> list[Image]:
+            numbers = self.of_sample(sample).tolist()
+            told = zip(numbers, self.places_of(sample), strict=True)
+            return [
+                replace(
+                    known[number] if number in known else known.setdefault(number, self.image(number)), places=places
+                )
+                for number, places in told
+            ]
+
+        return BatchImages.of([images(int(sample)) for sample in samples])

@@ -24,7 +24,18 @@ def test_parts_that_take_no_images_are_refused(bound):
         asked + 'engine "fake" takes no images. Say --engine with one that does.',
     ]
     with pytest.raises(ConfigError, match="multimodal_keys"):
+        bound("--multimodal-keys", '{"sound": "clips"}')
+
+
+def test_an_engine_that_takes_images_alone_is_refused_with_videos(bound, monkeypatch):
+    run = bound()
+    drivers = {part.driver for part in (run.engine, run.backend)}
+    for driver in drivers:
+        monkeypatch.setattr(driver, "takes_images", True, raising=False)
+        monkeypatch.setattr(driver, "may_offer", frozenset({Capability.IMAGES}), raising=False)
+    with pytest.raises(ConfigError) as caught:
         bound("--multimodal-keys", '{"video": "clips"}')
+    assert "takes images, and no videos" in str(caught.value)
 
 
 def test_an_engine_that_takes_none_with_this_model_is_told():

@@ -32,6 +32,7 @@ LEVELS = [
         "serving",
         "tracking",
         "training",
+        "video_reader",
         "weight_files",
     },
     {"loop", "evaluate", "plan"}

@@ -157,6 +157,21 @@ def test_flops_of_a_sequence_by_hand():
     assert shape.forward_flops(np.array([tokens])).tolist() == [2 * (projections + attention + mlp) + head]
 
 
+def test_linear_attention_does_not_grow_with_the_square():
+    config = {
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 8,
+        "intermediate_size": 5,
+        "vocab_size": 7,
+    }
+    plain = ModelShape.from_config(config)
+    for told in ({"full_attention_interval": 4}, {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}):
+        linear = ModelShape.from_config(config | told)
+        less = plain.forward_flops(np.array([10])) - linear.forward_flops(np.array([10]))
+        assert less.tolist() == [6 * 2 * 4 * 10**2]
+
+
 def test_moe_and_nested_configs_give_the_active_width():
     config = {
         "hidden_size": 8,

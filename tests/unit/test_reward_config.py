@@ -33,6 +33,31 @@ class Steps(RewardDriver):
     def build(cls, config):
         return None
 """
+ASKS = """
+from slime_core.contracts.reward import RewardDriver
+from slime_core.contracts.engine import Capability, EngineDriver
+from slime_core.plugin import driver
+
+
+@driver("slime.rewards", "asks")
+class Asks(RewardDriver):
+    @classmethod
+    def asks_engines(cls, config):
+        return True
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("it asks engines")
+
+
+@driver("slime.engines", "answers")
+class Answers(EngineDriver):
+    may_offer = frozenset({Capability.HTTP})
+
+    @classmethod
+    def build(cls, config):
+        return None
+"""
 
 
 def told(bound, *flags, **how):
@@ -109,3 +134,21 @@ def test_halves_of_a_run(bound, tmp_path):
     assert recorded.evals
     both = told(bound, "--load-debug-rollout-data", "d", "--rollout.collector", "accepted")
     assert "both say where groups come from" in both
+
+
+MODEL = ("--engines.reward.load", "judge", "--engines.reward.engine", "answers")
+
+
+def test_a_reward_that_asks_a_model_of_the_run(bound, tmp_path):
+    (tmp_path / "asks.py").write_text(ASKS)
+    text = BASE.replace('"fakes.py"', '"fakes.py", "asks.py"')
+    run = bound("--reward", "asks", *MODEL, "--engines.reward.num_gpus", "2", text=text)
+    (row,) = run.served
+    assert (row.name, row.engine.name, row.num_engines, row.num_devices) == ("reward", "answers", 2, 1)
+    assert "answers" in {part.name for part in run.parts}
+    assert "there is none. Say --engines.reward.load FOLDER" in told(bound, "--reward", "asks", text=text)
+    assert "no reward of this run asks it" in told(bound, "--reward", "one", *MODEL, text=text)
+    deaf = ("--reward", "asks", *MODEL[:2])
+    assert 'engine "fake" serves no requests over HTTP' in told(bound, *deaf, text=text)
+    asked_in_eval = '[eval.datasets]\nt = { path = "t", reward = "asks" }\n'
+    assert "engines of this run serve" in told(bound, "--reward", "one", text=text, extra=asked_in_eval)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.config.bound import PartSpec
+from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
 from slime_core.rollout.rewards import RewardPool
@@ -18,7 +19,8 @@ import os
 import time
 
 from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.contracts.reward import Outcome, Reward, RewardDriver, RewardFailure
+from slime_core.errors import RewardUnavailable
 from slime_core.plugin import driver, reward
 
 
@@ -106,6 +108,37 @@ class Unbuildable(RewardDriver):
 
 
 driver("slime.rewards", "unbuildable")(Unbuildable)
+
+
+class ByPort(Reward):
+    # Those of an odd port are gone.
+
+    def __init__(self, servers):
+        self.ports = [int(server.url.rpartition(":")[2]) for server in servers]
+
+    def score(self, group):
+        if self.ports[0] == 1:
+            raise RewardUnavailable("port 1 is gone")
+        if self.ports[0] == 3:
+            return [RewardFailure(Outcome.TIMEOUT, "port 3 says nothing") for _ in group.samples]
+        return [float(self.ports[0]) for _ in group.samples]
+
+
+class AsksEngines(RewardDriver):
+    @classmethod
+    def asks_engines(cls, config):
+        return True
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("it asks engines")
+
+    @classmethod
+    def build_asking(cls, config, servers):
+        return ByPort(servers)
+
+
+driver("slime.rewards", "asks")(AsksEngines)
 """
 
 
@@ -215,6 +248,37 @@ async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(files
         assert "no answer" in await told(pool, "hanging", unscored_group(make_group))
         scored = await pool.score(spec("slow_to_build"), unscored_group(make_group), None)
         assert scored.samples[0].reward == 1
+    finally:
+        pool.close()
+
+
+class Engines:
+    """One server at a time; the next one when it was asked in vain, as long as there are any."""
+
+    def __init__(self, *ports):
+        self.ports = list(ports)
+
+    async def servers(self):
+        return (ServedModel(url=f"http://127.0.0.1:{self.ports[0]}", model_path="/judge"),)
+
+    async def changed(self, asked):
+        if len(self.ports) == 1:
+            return False
+        del self.ports[0]
+        return await self.servers() != asked
+
+
+async def test_a_group_is_scored_again_by_the_servers_that_came(files, make_group):
+    pool = RewardPool(files, workers=1, timeout_s=20.0)
+    pool.engines = Engines(1, 3, 8)
+    try:
+        await pool.warm(spec("asks"), asks_engines=True)
+        scored = await pool.score(spec("asks"), unscored_group(make_group), None)
+        assert [sample.reward for sample in scored.samples] == [8, None, 99.0, None, 8]
+        # Where nothing was lost with its servers, a failure is one.
+        pool.engines = Engines(3)
+        with pytest.raises(RewardTimeout, match="port 3 says nothing"):
+            await pool.score(spec("asks"), unscored_group(make_group), None)
     finally:
         pool.close()
 

@@ -12,7 +12,7 @@ import pytest
 from agents_speaker import Speaker, episode_with
 
 from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
-from slime_agents.served.agents import AgentFailed, FunctionAgent
+from slime_agents.served.agents import Agent, AgentFailed, Earned, FunctionAgent
 from slime_agents.served.generator import ServedAgent
 from slime_core.errors import EngineError, PluginError
 from slime_core.new_model import character_tokenizer
@@ -341,6 +341,38 @@ def tail(text):
     if begun.endswith("<e>"):
         return ""
     return ("second" if "on<e>" in text else "first").removeprefix(begun)
+
+
+def test_threads_have_conversations_and_rewards_of_their_own():
+    class Pair(Agent):
+        scores_itself = True
+
+        async def run(self, task):
+            for name in ("one", "other", "judge"):
+                task.name_thread(name)
+                async with client(task, default_headers={"X-Session-ID": name}) as opened:
+                    await opened.chat.completions.create(model="slime", messages=[user("hi")])
+            told = {"one": (1.0, 0), "other": (-1.0, 1)}
+            earned = {
+                name: Earned(reward=reward, parts={"x": reward}, agent=name, number=number, num_agents=2)
+                for name, (reward, number) in told.items()
+            }
+            return {**earned, "judge": Earned(reward=0.0, is_trained=False)}
+
+    async def scene(agent, **config):
+        generator = ServedAgent(agent, AgentConfig(**config))
+        try:
+            return await generator.generate(episode_with(Speaker(lambda text: "yes", tokenizer=CHAT), tokenizer=CHAT))
+        finally:
+            await generator.close()
+
+    # The same words to the same question: only the thread tells them apart.
+    samples = asyncio.run(scene(Pair()))
+    assert [pieces(sample) for sample in samples] == [[(1, "yes<e>")]] * 2
+    assert [(s.metadata["agent"], s.reward, s.reward_parts["x"]) for s in samples] == [("one", 1, 1), ("other", -1, -1)]
+    assert [sample.credit_key for sample in samples] == [-7, -8]
+    with pytest.raises(AgentFailed, match=r"it had not ended within 0\.01 s, and has no reward"):
+        asyncio.run(scene(Pair(), timeout_s=0.01))
 
 
 def test_a_command_is_an_agent(tmp_path, monkeypatch):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from slime_core.buffer.buffer import DataBuffer
@@ -17,6 +20,7 @@ from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.errors import DataError, RolloutError
 from slime_core.rollout.context import RolloutContext
+from slime_core.types.image import Image
 from slime_core.types.sample import Status
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
@@ -26,7 +30,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 def collected(part, tmp_path):
     """The samples of one step over these rows, and what the observer heard."""
 
-    def collect(tokenizer, rows, *, data=None, options=None, num_rows=None, **limits):
+    def collect(tokenizer, rows, *, data=None, options=None, num_rows=None, images=None, videos=None, **limits):
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = DataConfig(**(data or {}))
@@ -35,6 +39,10 @@ def collected(part, tmp_path):
             input_key="input",
             label_key=settings.label_key,
             apply_chat_template=settings.apply_chat_template,
+            image_key=None if images is None else "images",
+            images=images,
+            video_key=None if videos is None else "clips",
+            videos=videos,
         )
         source = FilesSource(FilesConfig(prompt_data=str(path)), renderer, seed=0)
         buffer = DataBuffer(source, PopFirstFilter())
@@ -109,6 +117,93 @@ def test_the_last_turn_alone(collected, tokenizer):
     )  # fmt: skip
     assert sample.prompt.text == "<user>hi;<assistant>yes;<user>so;<assistant>"
     assert pieces(made, sample.response_tokens) == "!no;"
+
+
+class Squares:
+    """As `slime_core.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
+
+    token_id, video_token_id = 2, -1
+
+    def num_tokens(self, image):
+        width, height = PIL.Image.open(io.BytesIO(image.data)).size
+        return width * height // 4
+
+
+def picture(width, height):
+    file = io.BytesIO()
+    PIL.Image.new("L", (width, height)).save(file, format="PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_images_are_seen_wherever_they_stand_and_never_learnt(collected, tokenizer):
+    made = tokenizer(tokens=["$"])
+    made.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{{ '$' if p.type == 'image' else p.text }}{% endfor %}{% endif %};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [
+        {"role": "user", "content": "a<image>?"}, {"role": "assistant", "content": "b<image>c"},
+        {"role": "user", "content": "<image>so"}, {"role": "assistant", "content": "no"},
+    ]  # fmt: skip
+    row = {"input": talk, "images": [picture(4, 2), picture(2, 2), picture(6, 2)]}
+    options = {"data": {"apply_chat_template": True}, "images": Squares()}
+    (sample,) = collected(made, [row], **options)
+    assert pieces(made, sample.tokens) == "<user>a$$?;<assistant>b$c;<user>$$$so;<assistant>no;"
+    assert pieces(made, sample.prompt.token_ids) == "<user>a$$?;<assistant>"
+    assert pieces(made, sample.response_tokens[sample.loss_mask == 1]) == "bc;no;"
+    assert [sample.tokens[image.places[0] :][: image.num_tokens].tolist() for image in sample.prompt.images] == [
+        [2, 2], [2], [2, 2, 2]
+    ]  # fmt: skip
+    # Cut in the middle of the last image, it is cut before it.
+    whole, until = len(sample.tokens), sample.prompt.images[2].places[0]
+    for limit, length, seen in ((whole - 1, whole - 1, 3), (until + 2, until, 2), (until, until, 2), (8, 7, 0)):
+        (cut,) = collected(made, [row], **options, rollout_max_context_len=limit)
+        assert (len(cut.tokens), len(cut.prompt.images)) == (length, seen)
+        assert cut.status is Status.TRUNCATED
+    with pytest.raises(DataError, match="1 images and videos with 1 places, and 2 of their tokens in the conversation"):
+        collected(
+            made, [{"input": talk[:1], "images": row["images"][:1], "label": "$"}],
+            data={"apply_chat_template": True, "label_key": "label"}, images=Squares(),
+        )  # fmt: skip
+
+
+class Halves:
+    """As `slime_core.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
+
+    def read_file(self, data, name):
+        return Image(data=data, name=name, frames=4, seconds=(0.25, 1.25))
+
+
+def test_videos_are_seen_with_their_times(collected, tokenizer):
+    mark = "<|vision_start|><|video_pad|><|vision_end|>"
+    made = tokenizer(tokens=["<|vision_start|>", "<|video_pad|>", "<|vision_end|>", "."])
+    made.chat_template = (
+        "{% for m in messages %}{{ m.role }};{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{{ '" + mark + "' if p.type == 'video' else p.text }}{% endfor %}{% endif %};{% endfor %}"
+        "{% if add_generation_prompt %}assistant;{% endif %}"
+    )
+
+    class Clips(Squares):
+        token_id, video_token_id = -1, made.convert_tokens_to_ids("<|video_pad|>")
+
+        def num_tokens(self, image):
+            return 6
+
+    talk = [
+        {"role": "user", "content": "a<video>"}, {"role": "assistant", "content": "bc"},
+        {"role": "user", "content": "<video>d"}, {"role": "assistant", "content": "no"},
+    ]  # fmt: skip
+    (sample,) = collected(
+        made, [{"input": talk, "clips": [picture(2, 2), picture(4, 2)]}], data={"apply_chat_template": True},
+        images=Clips(), videos=Halves(),
+    )  # fmt: skip
+    whole = "<|video_pad|>" * 3
+    shown = f"<0.2 seconds>{mark.replace('<|video_pad|>', whole)}<1.2 seconds>{mark.replace('<|video_pad|>', whole)}"
+    assert pieces(made, sample.tokens) == f"user;a{shown};assistant;bc;user;{shown}d;assistant;no;"
+    assert pieces(made, sample.response_tokens[sample.loss_mask == 1]) == "bc;no;"
+    for video in sample.prompt.images:
+        assert [pieces(made, sample.tokens[place : place + 3]) for place in video.places] == [whole, whole]
 
 
 def test_nothing_learnt_is_an_empty_response(collected, tokenizer):

@@ -24,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from slime_core.batch.pack import pack_micro_batch
@@ -69,6 +71,22 @@ def build_models():
                 num_experts=4,
                 num_experts_per_tok=2,
                 moe_intermediate_size=16,
+            )
+        ),
+        "qwen3_next": lambda: Qwen3NextForCausalLM(
+            tiny(
+                Qwen3NextConfig,
+                num_key_value_heads=2,
+                head_dim=8,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=16,
+                full_attention_interval=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=6,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
             )
         ),
     }

@@ -56,6 +56,13 @@ def test_gradients_do_not_depend_on_packing(cut, step, pack, samples):
     assert parts.sums == pytest.approx(whole.sums, rel=1e-5)
 
 
+def test_linear_attention_keeps_sequences_apart(step, pack, samples):
+    _, wanted = step("qwen3_next", [pack([sample]) for sample in samples])
+    assert all(gradient.norm() > 1e-5 for name, gradient in wanted.items() if "linear_attn" in name)
+    _, found = step("qwen3_next", [pack(samples[::-1])], {"gradient_checkpointing": True})
+    assert_same(found, wanted)
+
+
 @pytest.mark.parametrize(
     "options", [{"gradient_checkpointing": True}, {"log_probs_chunk_size": 2}, {"attn_implementation": "eager"}]
 )

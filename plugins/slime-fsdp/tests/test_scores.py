@@ -5,7 +5,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen3_moe", "qwen3_next"])
 def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, samples, oracle):
     backend = start(folders(family))
     (scores,) = backend.score([pack(samples)], entropy=True)

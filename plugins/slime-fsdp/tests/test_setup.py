@@ -40,6 +40,15 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     refused(cut, "cannot be loaded")
+    for model_type, text in {
+        "glm_moe_dsa": "deepseek_sparse_attention",
+        "mamba": "layer_types mamba",
+        "recurrent_gemma": "layer_types attention, recurrent",
+        "rwkv": "hand a state",
+    }.items():
+        other = copy_of(source, tmp_path / model_type)
+        (other / "config.json").write_text(json.dumps({"model_type": model_type}))
+        refused(other, text)
     refused(copy_of(source, tmp_path / "deeper", num_hidden_layers=3, layer_types=None), "weights are missing")
     index = copy_of(source, tmp_path / "index")
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
@@ -60,6 +69,13 @@ def test_problems():
     assert "qwen3" in problem
     (problem,) = Fsdp.problems(FsdpConfig(), 1, QWEN | {"layer_types": ["linear_attention", "full_attention"]})
     assert "linear_attention" in problem
+    # As published, its config tells no kinds of layers.
+    linear = {"model_type": "qwen3_next", "full_attention_interval": 4}
+    assert Fsdp.problems(FsdpConfig(), 1, linear) == []
+    (problem,) = Fsdp.problems(FsdpConfig(attn_implementation="sdpa"), 1, linear)
+    assert "one sequence into the next" in problem
+    (problem,) = Fsdp.problems(FsdpConfig(context_parallel_size=2), 2, linear)
+    assert "not cut over ranks" in problem
     (problem,) = Fsdp.problems(FsdpConfig(), 1, {"model_type": "gemma2", "final_logit_softcapping": 30.0})
     assert "final_logit_softcapping" in problem
     assert len(Fsdp.problems(FsdpConfig(context_parallel_size=2, attn_implementation="sdpa"), 3, {})) == 3

@@ -184,3 +184,15 @@ def test_ranks_with_and_without_images_take_the_step_of_one(ranks, one_vision_st
     np.testing.assert_allclose(half[0]["log_probs"], scores[0].log_probs, atol=0.5)
     name = "model.visual.patch_embed.proj.weight"
     assert float((half[0]["weights"][name].float() - before[name]).abs().max()) > 0
+
+
+def test_images_cut_over_ranks_take_the_step_of_one(ranks, one_vision_step):
+    report, before, wanted, scores = one_vision_step(ranks.folder / "vision")
+    parts = ranks("vision_cp")
+    for number, one in enumerate(scores):
+        joined = np.full(len(one.log_probs), np.nan, np.float32)
+        for part in parts:
+            joined[part[f"rows{number}"]] = part[f"log_probs{number}"]
+        np.testing.assert_allclose(joined, one.log_probs, rtol=1e-5, atol=1e-5)
+    assert_same_step(parts[0]["weights"], (report, before, wanted))
+    assert totals(parts) == pytest.approx(report.sums, rel=1e-5)

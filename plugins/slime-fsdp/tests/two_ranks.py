@@ -243,6 +243,18 @@ def vision(run):
         backend.close()
 
 
+def vision_context_parallel(run):
+    """Images are cut over both ranks, and one micro-batch has none."""
+    folder = run.out / "vision"
+    micros = pack_images(folder, [5, 6, 1], [7])
+    backend = run.begin("vision_cp", {"context_parallel_size": 2}, SGD, model_path=folder)
+    scores = backend.score(micros)
+    report = backend.train_step(micros, SequencePolicy())
+    told = {f"{name}{n}": getattr(one, name) for n, one in enumerate(scores) for name in ("log_probs", "rows")}
+    run.keep("vision_cp", backend, **numbers(report), **told)
+    backend.close()
+
+
 def broken_folder(run):
     broken = run.out / "broken"
     try:
@@ -276,6 +288,7 @@ def main(rank, device, *folders):
         adapters,
         half_precision_adapters,
         vision,
+        vision_context_parallel,
         broken_folder,
     )
     for part in parts:

@@ -18,6 +18,8 @@ from slime_core.testing.tiny_vision import (
     load_plain_vision,
     make_tiny_vision_model,
     noise,
+    video_log_probs_of,
+    video_prompt,
     with_stand_in,
 )
 from slime_core.types.completion import GenerateRequest, SamplingParams
@@ -132,3 +134,37 @@ def test_a_model_of_text_refuses_images(folder, tmp_path):
         await engine.stop()
 
     asyncio.run(scenario())
+
+
+def test_videos_are_those_of_the_whole_model(folder, tmp_path):
+    """Transformers is told of them as videos."""
+    processor = ImageProcessor(folder)
+    plain = with_stand_in(load_plain_vision(folder), processor.video_token_id)
+    films = [[noise(16, 8, n) for n in range(5)], [noise(8, 24, n) for n in range(2)]]
+    prompts = [
+        video_prompt(folder, processor, 0, 9, films[0], 10),
+        video_prompt(folder, processor, 1, films[1], 11, films[0], 12),
+    ]
+    sampling = SamplingParams(max_new_tokens=7, min_new_tokens=7, temperature=1.0)
+    requests = [
+        GenerateRequest(request_id=str(n), token_ids=prompt.token_ids, sampling=sampling, seed=n, images=prompt.images)
+        for n, prompt in enumerate(prompts)
+    ]
+
+    async def scenario():
+        engine = LocalEngine(LocalConfig(dtype="float32"))
+        info = await engine.start(setup_of(folder, tmp_path))
+        assert Capability.VIDEOS in info.capabilities
+        answers = await engine.generate(requests)
+        moved = replace(prompts[0].images[0], places=tuple(place + 1 for place in prompts[0].images[0].places))
+        with pytest.raises(EngineRefused, match="they were rendered with another image processor"):
+            await engine.generate([replace(requests[0], request_id="moved", images=(moved,))])
+        await engine.stop()
+        return answers
+
+    for prompt, answer in zip(prompts, asyncio.run(scenario()), strict=True):
+        pixels = [processor.pixels(video) for video in prompt.images]
+        values, grids = np.concatenate([one.values for one in pixels]), np.stack([one.grid_thw for one in pixels])
+        with torch.no_grad():
+            wanted = video_log_probs_of(plain, values, grids, prompt.token_ids, answer.token_ids)
+        np.testing.assert_allclose(answer.log_probs, wanted, atol=1e-4)

@@ -46,6 +46,8 @@ LATENT: Final = {
     "n_group": 4,
     "topk_group": 2,
 }
+# Fewer keys than most sequences have; so many heads that scores of zero, which tie, are rare.
+INDEXER: Final = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
 FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "llama3": (
         "llama",
@@ -95,6 +97,22 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+        },
+    ),
     "glm-4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "glm-4.5": ("glm4_moe", {"head_dim": 16, **EXPERTS, "use_qk_norm": True, "attention_bias": True}),
     "glm-4.5-air": ("glm4_moe", {"head_dim": 16, **EXPERTS, "use_qk_norm": False}),
@@ -114,6 +132,20 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
                 "beta_slow": 1,
                 "original_max_position_embeddings": 32,
             },
+        },
+    ),
+    "deepseek-v3.2": ("deepseek_v32", {**LATENT, "q_lora_rank": 24, "num_experts": 8, **INDEXER}),
+    "glm-5": (
+        "glm_moe_dsa",
+        {
+            **LATENT,
+            **EXPERTS,
+            "q_lora_rank": 24,
+            "head_dim": 8,
+            **INDEXER,
+            "indexer_types": ["full", "full", "full", "shared"],
+            # As transformers 5.12 computes it, whatever a config says.
+            "indexer_rope_interleave": False,
         },
     ),
     "moonlight": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),

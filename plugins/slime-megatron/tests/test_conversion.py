@@ -16,7 +16,7 @@ from slime_core.registry import Registry
 
 pytestmark = pytest.mark.megatron
 
-FAMILY = "qwen3-moe"
+FAMILY, LINEAR = "qwen3-moe", "qwen3-next"
 
 
 def part(name, **options):
@@ -79,26 +79,37 @@ def test_there_and_back_by_the_command(make_project, torch_dist, model, tmp_path
 
 
 @pytest.fixture(scope="module")
-def layouts(torch_dist, model, tmp_path_factory):
+def linear(tmp_path_factory):
+    folder = make_family(tmp_path_factory.mktemp("linear") / "model", LINEAR)
+    run("torch_dist", folder, folder.with_name("torch_dist"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layouts(torch_dist, model, linear, tmp_path_factory):
     """Each layout reads it into its own parts of the model, and saves it again as it would in training."""
     from conftest import run_layouts
 
     kept = tmp_path_factory.mktemp("kept")
     tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     options = {"tp2-sp": tp2, "pp2": {"pipeline_model_parallel_size": 2}, "ep2": {"expert_model_parallel_size": 2}}
-    other = make_family(tmp_path_factory.mktemp("model") / "other", FAMILY, seed=8)
-    cases = {
-        name: {
-            "model": str(other), "world_size": 2, "options": of, "convert": str(torch_dist), "save": str(kept / name),
-        }
-        for name, of in options.items()
-    }  # fmt: skip
-    return run_layouts(tmp_path_factory.mktemp("layouts"), cases), kept
+    sources = {
+        **{name: (FAMILY, model, torch_dist, of) for name, of in options.items()},
+        "linear, tp2-sp": (LINEAR, linear, linear.with_name("torch_dist"), tp2),
+    }
+    cases, folders = {}, {}
+    for name, (family, folder, converted, of) in sources.items():
+        other = make_family(tmp_path_factory.mktemp("model") / "other", family, seed=8)
+        told = {"convert": str(converted), "save": str(kept / name)}
+        cases[name] = {"model": str(other), "world_size": 2, "options": of, **told}
+        folders[name] = folder
+    return run_layouts(tmp_path_factory.mktemp("layouts"), cases), kept, folders
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "ep2"])
-def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, model, layout, tmp_path):
-    ranks, kept = layouts
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "ep2", "linear, tp2-sp"])
+def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, layout, tmp_path):
+    ranks, kept, folders = layouts
+    model = folders[layout]
     (first, *_) = ranks.ranks(layout)
     expected = weights_of(model)
     assert all(torch.equal(first["before"][name], tensor) for name, tensor in expected.items())

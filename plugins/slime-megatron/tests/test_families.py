@@ -10,8 +10,9 @@ import torch
 from families import FAMILIES, load_family, make_family
 from safetensors.torch import load_file, save_file
 
-from slime_core.errors import ModelError
+from slime_core.errors import ConfigError, ModelError
 from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
+from slime_megatron.bridges.bridge import choosers_of
 from slime_megatron.plugin import Megatron
 
 pytestmark = pytest.mark.megatron
@@ -76,6 +77,47 @@ def test_it_comes_back_to_the_bit(family, tmp_path):
     saved, loaded = (load_family(folder).state_dict() for folder in (tmp_path / "saved", family))
     assert set(saved) == set(loaded)
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+def test_positions_of_chosen_keys_may_be_embedded_in_neighbours(tmp_path, monkeypatch):
+    """As they are in GLM-5, where its config says nothing. transformers 5.12 has to be told."""
+    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
+
+    folder, training = make_family(tmp_path / "model", "glm-5"), TrainingBatch.make()
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    del raw["indexer_rope_interleave"]
+    file.write_text(json.dumps(raw))
+    with torch.no_grad():
+        halves, _ = training.by_transformers(load_family(folder, torch.float64))
+        turn = theirs.apply_rotary_pos_emb_interleave
+        monkeypatch.setattr(
+            theirs, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim: turn(q, k, cos, sin, None, 2)
+        )
+        neighbours, _ = training.by_transformers(load_family(folder, torch.float64))
+    assert float((halves - neighbours).abs().max()) > 0.01
+    with opened_one(folder) as one:
+        got = one.scores(training)["log_probs"]
+    assert abs(got - neighbours.numpy()).max() <= LOGITS
+
+
+def test_keys_chosen_on_another_stage_are_told(tmp_path):
+    from slime_megatron.bridges.bridge import Architecture, Rotary
+    from slime_megatron.layers import chooser_of
+
+    architecture = Architecture(
+        options={},
+        vocab_size=1,
+        max_length=1,
+        tied=False,
+        padding=None,
+        rotary=Rotary(inv_freq=torch.ones(1)),
+        choosers=choosers_of(["full", "shared", "full", "shared"]),
+    )
+    assert [chooser_of(architecture, layer, 0) for layer in range(4)] == [1, 1, 3, 3]
+    assert chooser_of(architecture, 3, 2) == 3
+    with pytest.raises(ConfigError, match=r"layer 1 takes the keys that layer 0 chooses.*start at layers 0, 2"):
+        chooser_of(architecture, 1, 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5-tied"])

@@ -57,3 +57,11 @@ def test_another_word_for_experts():
     other = {{"num_experts": "num_local_experts"}.get(key, key): value for key, value in MODEL.items()}
     assert shape_problems(Shape(ep=2), 2, other) == []
     assert any("does not divide the model's 6 experts" in problem for problem in shape_problems(Shape(ep=4), 4, other))
+
+
+def test_heads_of_linear_attention():
+    linear = {**MODEL, "linear_num_key_heads": 4}
+    assert shape_problems(Shape(tp=2, cp=2, sequence_parallel=True, etp=2), 4, linear) == []
+    (told,) = shape_problems(Shape(tp=2, cp=4, sequence_parallel=True, etp=2), 8, linear)
+    assert "tensor_model_parallel_size x context_parallel_size = 8: ranks share the model's 4 key heads" in told
+    assert "the nearest that do: 4" in told

@@ -47,6 +47,10 @@ LATENT = {
     "cp2": (2, CP2),
     "dp2-ep2": (2, EP2),
 }
+# Two tensor-parallel ranks share its one key-value head, context-parallel ones the heads of its delta nets too.
+LINEAR = {**LATENT, "tp2-sp-cp2": (4, {**SP2, **CP2})}
+# Its last layer takes the choice of the one before it.
+CHOSEN = {**LATENT, "recomputed": DENSE["recomputed"]}
 PLAIN = {"tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2)}
 SANDWICH = {**PLAIN, "tp2-sp": (2, SP2)}
 # Auxiliary losses of experts are not linear over micro-batches: they agree where ranks share the same ones.
@@ -64,6 +68,8 @@ MODELS = {
     "qwen2.5-tied": SANDWICH,
     "qwen3-moe": EXPERTS,
     "deepseek-v3": LATENT,
+    "qwen3-next": LINEAR,
+    "glm-5": CHOSEN,
     "glm-4": SANDWICH,
     "glm-4.5": LATENT,
 }

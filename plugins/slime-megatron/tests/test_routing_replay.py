@@ -19,7 +19,7 @@ pytestmark = pytest.mark.megatron
 
 FLOAT32 = 1e-4
 """What float32 may be off beside float64, in nats; of gradients, relative to the largest."""
-MOES = ["qwen3-moe", "qwen3-moe-plain-gates", "glm-4.5", "deepseek-v3"]
+MOES = ["qwen3-moe", "qwen3-moe-plain-gates", "qwen3-next", "glm-4.5", "deepseek-v3"]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SOME = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 OF_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -175,7 +175,8 @@ def test_the_engines_choice_is_taken_and_gates_are_the_trainers(folder_of, famil
     gates = [gradient for name, gradient in expected.items() if name.endswith("mlp.gate.weight")]
     assert all(float(gradient.abs().max()) > 0 for gradient in gates)
     assert len(gates) in (3, 4)
-    assert_same_step(before, after, expected)
+    # transformers computes norms and states of linear attention in float32, whatever the model's precision.
+    assert_same_step(before, after, expected, 4 * FLOAT32 if family == "qwen3-next" else FLOAT32)
 
 
 @torch.no_grad()

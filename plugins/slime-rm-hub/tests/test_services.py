@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from slime_core.contracts.reward import Outcome, RewardFailure
+from slime_core.contracts.reward import Outcome, RewardFailure, ServedModel
 from slime_core.errors import ConfigError
 from slime_rm_hub import served
 from slime_rm_hub.plugin import Remote, Served
@@ -135,3 +138,29 @@ def test_a_judge_answers_yes_or_no(scripted: Any, make_group: Any) -> None:
 def test_a_judge_needs_a_tokenizer_and_a_question() -> None:
     with pytest.raises(ConfigError, match="rm_tokenizer"):
         Served.build(Served.Config(rm_url="http://x", kind="judge"))
+
+
+def test_engines_of_the_run_are_asked_in_turn_and_the_next_one_when_one_fails(
+    scripted: Any, make_group: Any, tmp_path: Path
+) -> None:
+    def script(path: str, body: dict[str, Any], tries: int) -> tuple[int, str, float]:
+        return (500, "gone", 0.0) if path.startswith("/b/") else (200, '{"embedding": [2.0]}', 0.0)
+
+    scripted.script = script
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    servers = [
+        ServedModel(url=f"{scripted.url}/{name}", token=f"secret-{name}", model_path=str(tmp_path)) for name in "ab"
+    ]
+    config = Served.Config(first_pause=0.01)
+    assert Served.asks_engines(config)
+    assert not Served.asks_engines(Served.Config(rm_url=scripted.url))
+    assert Served.build_asking(config, servers).score(make_group("4", "r", "s", text="q")) == [2.0, 2.0]
+    assert {body["text"] for _, body, _ in scripted.asked} == {"<user>q<assistant>r", "<user>q<assistant>s"}
+    asked = sorted((path, head["Authorization"]) for path, _, head in scripted.asked)
+    # One of the two began at the wrong one, wherever the worker began.
+    assert asked == [("/a/classify", "Bearer secret-a")] * 2 + [("/b/classify", "Bearer secret-b")]
+    (gone,) = Served.build_asking(config, servers[1:]).score(make_group("4", "r"))
+    assert isinstance(gone, RewardFailure)
+    assert "after 2 tries" in gone.message

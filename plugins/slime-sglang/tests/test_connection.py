@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 
+import aiohttp
 import numpy as np
 import pytest
 from engine_setup import setup_for
@@ -13,6 +14,7 @@ from slime_core.contracts.engine import Memory
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.connection import Connection, new_pool
+from slime_sglang.external import connect_external
 from slime_sglang.plugin import Sglang
 
 
@@ -121,3 +123,12 @@ async def test_memory_is_given_back_by_parts(fake, engine):
 def ask_for(count):
     sampling = SamplingParams(max_new_tokens=count)
     return GenerateRequest(request_id="r", token_ids=np.array([5], np.int32), sampling=sampling, seed=0)
+
+
+async def test_external_servers_are_listed_by_place(tiny, tmp_path):
+    config = Sglang.Config(external_engine_addrs=("a:1", "b:2", "c:3", "d:4"), servers=2)
+    async with aiohttp.ClientSession() as pool:
+        second = connect_external(config, setup_for(tiny, tmp_path, index=7, place=1), pool)
+        assert [server.address for server in second] == ["http://c:3", "http://d:4"]
+        with pytest.raises(EngineError, match=r"names 4 servers, but 3 engines of 2 need 6"):
+            connect_external(config, setup_for(tiny, tmp_path, index=7, place=2), pool)

@@ -73,7 +73,7 @@ def test_devices(setup, monkeypatch, visible, index, place, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices_of(replace(setup, index=index, num_devices=4), place, 2) == expected
+    assert devices_of(replace(setup, first_device=index * 4, num_devices=4), place, 2) == expected
 
 
 def test_too_few_devices(setup, monkeypatch):

@@ -17,7 +17,8 @@ from slime_core.contracts.transport import EngineEndpoint, SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.server import loading
 from slime_sglang.transports import folder, handles
-from slime_sglang.transports.delta_code import decode, encode
+from slime_sglang.transports.delta_code import changed as changed_in
+from slime_sglang.transports.delta_code import compare, compress, decompress
 from slime_sglang.transports.flat import flat_buckets, flatten
 from slime_sglang.transports.partner import Partner, serve_partner
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
@@ -123,11 +124,13 @@ def test_a_delta_is_what_changed(changed):
         ("i", torch.from_numpy(after[80:].copy()).view(torch.int8)),
     ]
     held = torch.from_numpy(before.copy())
-    content, parts = encode(held, flatten(tensors, index=0, last=True), level=1)
+    content, parts = compress(compare(held, flatten(tensors, index=0, last=True)), level=1)
     assert held.numpy().tobytes() == after.tobytes(), "the copy follows"
     rebuilt = before.copy()
     widths = []
-    for width, start, end, positions, values in decode(content, parts, dtypes, ends):
+    for width, start, end, positions, values in changed_in(
+        decompress(content, parts), dtypes, ends, torch.device("cpu")
+    ):
         widths.append(width)
         rebuilt[start:end].reshape(-1, width)[positions.numpy()] = values.numpy().view(np.uint8).reshape(-1, width)
     assert widths == [4, 2, 1]
@@ -172,7 +175,7 @@ def written(root, tensors, held, base, identity):
     path = root / identity
     path.mkdir()
     bucket = flatten(list(tensors.items()), index=0, last=True)
-    content, parts = encode(held, bucket, level=1)
+    content, parts = compress(compare(held, bucket), level=1)
     (path / "x.zst").write_bytes(content)
     entry = folder.FileEntry(
         file="x.zst",

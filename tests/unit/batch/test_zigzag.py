@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime_core.batch.zigzag import ZigzagSegments, held_positions, split_micro_batch
-from slime_core.types.microbatch import LossColumns, MicroBatch
+from slime_core.types.microbatch import LossColumns, MicroBatch, MicroImages
 
 LENGTHS = [(5, 4), (2, 0), (1, 1), (3, 6)]
 """(prompt, response) of each sequence."""
@@ -132,3 +132,22 @@ def test_segments_of_a_group_of_one():
         assert nothing.grad.shape == (0,)
     finally:
         dist.destroy_process_group()
+
+
+def test_positions_of_several_directions_and_features_are_cut_with_their_tokens():
+    micro = micro_batch()
+    length = len(micro.tokens)
+    features = torch.where(micro.tokens % 3 == 0, micro.tokens, -1)
+    images = MicroImages(pixel_values=torch.zeros(4, 2), grid_thw=torch.tensor([[1, 2, 2]]), feature_of_token=features)
+    directions = torch.stack([micro.position_ids, torch.arange(length)])
+    seen = []
+    for rank in range(2):
+        part = split_micro_batch(replace(micro, position_ids=directions, images=images), rank, 2)
+        plain = split_micro_batch(micro, rank, 2)
+        assert torch.equal(part.position_ids[0], plain.position_ids)
+        real = part.tokens != 0
+        assert (part.position_ids[1][real] == part.tokens[real] - 100).all()
+        of_token = part.images.feature_of_token
+        assert torch.equal(of_token, torch.where(real & (part.tokens % 3 == 0), part.tokens, -1))
+        seen += of_token[of_token >= 0].tolist()
+    assert sorted(seen) == features[features >= 0].tolist()

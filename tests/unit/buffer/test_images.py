@@ -94,6 +94,9 @@ def test_images_take_their_places_with_a_token_for_each_feature(renderer):
         int(n) for n in np.diff(np.flatnonzero(np.concatenate([[0], prompt.token_ids == PAD, [0]]) == 0)) - 1 if n
     ]
     assert counts == [1, 8, 1]
+    starts = [place for image in prompt.images for place in image.places]
+    assert [prompt.token_ids[place - 1 : place + 1].tolist() for place in starts] == [[2, PAD]] * 3
+    assert [image.num_tokens for image in prompt.images] == counts
     assert [image.data for image in prompt.images] == [SMALL.data, WIDE.data, SMALL.data]
     json.dumps(prompt.messages)
     # A row without images, and without the column.
@@ -212,10 +215,11 @@ def test_batches_take_only_the_images_of_their_samples(some_groups, tmp_path):
     assert batch.images.counts.tolist() == [2, 2, 2, 0, 1, 1]
     last = batch.take(np.array([5, 3]))
     assert [last.images.encoded(number) for number in range(len(last.images))] == [WIDE.data]
+    assert last.images.places_of(0) == batch.images.places_of(5) == [(2,)]
     assert batch.take(np.array([3])).images is None
     write_train_data(tmp_path / "step_000000.parquet", batch, TokenColumns())
     read, _ = read_train_data(tmp_path / "step_000000.parquet")
-    for name in ("data", "offsets", "which", "counts"):
+    for name in ("data", "offsets", "which", "counts", "places", "place_counts"):
         np.testing.assert_array_equal(getattr(read.images, name), getattr(batch.images, name))
 
 
@@ -236,13 +240,29 @@ def test_a_micro_batch_has_each_image_once_and_says_which_token_is_what(some_gro
         pack_micro_batch(broken, np.array([4]), pixels=cache)
 
 
+def test_images_may_stand_behind_what_is_learnt(some_groups, folder):
+    """And where no place is told, the image tokens of the prompt are theirs."""
+    processor = ImageProcessor(folder)
+    told = sample_of(replace(some_groups[1].prompt, images=(replace(SMALL, places=(6,)),)), 0, 9, PAD, 9, PAD, 9)
+    assert told.prompt_length == 3
+    untold = replace(some_groups[2].prompt, images=(WIDE,))
+    samples = [told, sample_of(untold, 1, 9, PAD)]
+    groups = [SampleGroup(prompt=sample.prompt, samples=(sample,)) for sample in samples]
+    micro = pack_micro_batch(assemble(groups), np.arange(2), pixels=PixelCache(lambda: processor))
+    assert micro.images.feature_of_token.tolist() == [*[-1] * 6, 0, -1, -1, -1, *range(1, 9), -1, -1, -1]
+    moved = replace(told, prompt=replace(told.prompt, images=(replace(SMALL, places=(5,)),)))
+    batch = assemble([SampleGroup(prompt=moved.prompt, samples=(moved,))])
+    with pytest.raises(DataError, match="sample 0: its prompt has 0 image tokens, and its images have 1 features"):
+        pack_micro_batch(batch, np.arange(1), pixels=PixelCache(lambda: processor))
+
+
 def test_a_small_cache_computes_again(folder):
     processor = ImageProcessor(folder)
     cache = PixelCache(lambda: processor, limit=1)
-    first = cache.pixels(SMALL.data)
-    assert cache.pixels(SMALL.data) is first
-    cache.pixels(WIDE.data)
-    again = cache.pixels(SMALL.data)
+    first = cache.pixels(SMALL)
+    assert cache.pixels(SMALL) is first
+    cache.pixels(WIDE)
+    again = cache.pixels(SMALL)
     assert again is not first
     np.testing.assert_array_equal(again.values, first.values)
 

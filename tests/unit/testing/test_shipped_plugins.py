@@ -12,8 +12,8 @@ from slime_core.cli.scaffold import kinds, plan_new, write
 
 SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"))
 WITH_A_MODEL = {"slime.backends", "slime.engines"}
-ELSEWHERE = {"slime-megatron", "slime-sglang"}
-"""An engine that starts a server for each property is proven on one server, by the tests of its own target."""
+ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers"}
+"""What starts a server for each property, or imports for seconds, is proven by the tests of its own target."""
 
 
 def shipped(*, with_a_model):

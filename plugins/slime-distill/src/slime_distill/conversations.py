@@ -5,6 +5,7 @@ Legend: T tokens, P of them before the first that is learnt, R = T - P.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.buffer.render import VIDEO_MARK, timed_mark, with_features, with_times
 from slime_core.contracts.collector import Collector
 from slime_core.errors import DataError, ModelError, RolloutError
+from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_distill.assistant_turns import ASSISTANT, AssistantTurns, Rendered
@@ -57,24 +60,28 @@ def group_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: AssistantTurns, limits: RolloutConfig
 ) -> SampleGroup:
     """The row as a group of one sample."""
+    images = prompt.images
     if prompt.messages is None:
         token_ids, mask = labelled(prompt, tokenizer)
-    elif prompt.images:
-        raise DataError(
-            f"{prompt.origin}: a conversation with images cannot be learnt from. Give whole prompts, in which the model's "
-            "image token stands for each image, with the answer in --label-key and without --apply-chat-template."
-        )
     else:
-        rendered = turns.render(conversation(prompt), prompt.tools, prompt.origin)
+        rendered = with_videos(turns.render(conversation(prompt), prompt.tools, prompt.origin), prompt)
         token_ids, mask = tokenized(rendered, tokenizer)
+        if images:
+            token_ids, mask, images = with_images(prompt, token_ids, mask)
     # The first token has nothing before it to be predicted from.
     learnt = np.flatnonzero(mask[1:]) + 1
     start = int(learnt[0]) if len(learnt) else len(token_ids)
     length = min(len(token_ids), start + limits.rollout_max_response_len, limits.rollout_max_context_len or 2**62)
+    # An image is seen whole, or not at all.
+    cut = [image for image in images if image.places and last_of(image) >= length]
+    length = min([length, *(image.places[0] for image in cut)])
     start = min(start, length)
+    seen = tuple(image for image in images if image not in cut)
     if prompt.messages is not None:
         # The conversation up to there, not with a generation prompt after it, is what the answer was given to.
-        prompt = replace(prompt, token_ids=token_ids[:start], text=tokenizer.decode(token_ids[:start]))
+        prompt = replace(prompt, token_ids=token_ids[:start], text=tokenizer.decode(token_ids[:start]), images=seen)
+    elif cut:
+        prompt = replace(prompt, images=seen)
     sample = Sample(
         index=prompt.group_index,
         group_index=prompt.group_index,
@@ -88,6 +95,42 @@ def group_of(
         status=Status.COMPLETED if length == len(token_ids) else Status.TRUNCATED,
     )
     return SampleGroup(prompt=prompt, samples=(sample,))
+
+
+def last_of(image: Image) -> int:
+    """Where its last feature stands."""
+    return image.places[-1] + image.num_tokens // image.num_places - 1
+
+
+def with_videos(rendered: Rendered, prompt: Prompt) -> Rendered:
+    """The text with the times of each video's frames, and the turns where they are then."""
+    videos = [image for image in prompt.images if image.frames]
+    if not videos:
+        return rendered
+    text = with_times(rendered.text, videos, prompt.origin)
+    grown = [len(timed_mark(video)) - len(VIDEO_MARK) for video in videos]
+    ends = [found.end() for found in re.finditer(re.escape(VIDEO_MARK), rendered.text)]
+
+    def moved(place: int) -> int:
+        return place + sum(more for end, more in zip(ends, grown, strict=True) if end <= place)
+
+    return Rendered(text, tuple((moved(start), moved(end)) for start, end in rendered.turns))
+
+
+def with_images(prompt: Prompt, token_ids: Tokens, mask: Mask) -> tuple[Tokens, Mask, tuple[Image, ...]]:
+    """Tokens and mask with the token of each image as often as it has features, and the images with their places. Wherever an
+    image stands, it is not learnt."""
+    is_place = np.isin(token_ids, [prompt.token_ids[image.places[0]] for image in prompt.images])
+    places = sum(image.num_places for image in prompt.images)
+    if is_place.sum() != places:
+        raise DataError(
+            f"{prompt.origin}: {len(prompt.images)} images and videos with {places} places, and {is_place.sum()} of their "
+            "tokens in the conversation: the answer may not hold one that stands for no image."
+        )
+    placed_ids, placed = with_features(token_ids, is_place, prompt.images)
+    repeats = np.ones(len(token_ids), np.int64)
+    repeats[is_place] = [image.num_tokens // image.num_places for image in prompt.images for _ in image.places]
+    return placed_ids, np.repeat(np.where(is_place, 0, mask).astype(np.uint8), repeats), placed
 
 
 def conversation(prompt: Prompt) -> Sequence[Message]:

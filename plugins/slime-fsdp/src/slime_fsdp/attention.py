@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from slime_core.errors import ModelError
 from slime_core.invariant.attention import attend as invariant_attention
 from slime_core.training.attention_kernels import attend_packed, attend_short
+from slime_core.training.delta_rule import RecurrencePlan
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take
 from slime_fsdp.segment_table import SegmentTable, runs
@@ -75,6 +76,8 @@ class AttentionPlan:
     """Context parallel group to gather keys and values from."""
     invariant: bool = False
     """What comes out for a token does not depend on the blocks, to the bit."""
+    recurrence: RecurrencePlan | None = None
+    """Of linear attention, if the model has any."""
 
 
 def plan_attention(

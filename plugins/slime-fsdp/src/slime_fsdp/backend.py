@@ -20,6 +20,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
 from slime_core.training.random_state import random_state
 from slime_core.types.microbatch import MicroBatch
@@ -45,7 +46,7 @@ from slime_fsdp.process import Ranks, join
 from slime_fsdp.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.staging import Staging
-from slime_fsdp.vision import rope_positions
+from slime_fsdp.vision import held_images, rope_positions
 
 
 @dataclass(kw_only=True)
@@ -222,21 +223,28 @@ class FsdpBackend(TrainBackend):
             raise ModelError(
                 f"{self._ready.folder.path}: backend fsdp knows no images of a {self._ready.folder.config.model_type}."
             )
-        shared = share_prompts(micro) if self._config.shares_prompts else None
+        recurrent = self._ready.model.has_delta_nets
+        shared = share_prompts(micro) if self._config.shares_prompts and not recurrent else None
         if shared is not None:
             micro, table = shared
         elif layout.cp_size > 1:
             micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
+            if micro.images is not None:
+                micro = replace(micro, images=held_images(self._ready.model.model, micro.images))
             table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
         else:
             table = whole_sequences(micro.cu_seqlens)
         plan = plan_attention(
             table,
             device=placement.device,
-            varlen=placement.device.type == "cuda" and placement.compute_dtype == torch.bfloat16,
+            varlen=placement.device.type == "cuda"
+            and placement.compute_dtype == torch.bfloat16
+            and not placement.true_on_policy,
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
         )
+        if recurrent:
+            plan = replace(plan, recurrence=plan_recurrence(table.query_lengths, placement.device))
         return micro.to(placement.device), plan
 
     def _segments(self, micro: MicroBatch) -> Segments:

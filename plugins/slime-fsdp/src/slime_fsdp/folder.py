@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
 from slime_fsdp.attention import PACKED
-from slime_fsdp.plugin import WITH_IMAGES
+from slime_fsdp.plugin import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
 
 HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 """The transformers class of each `TrainerSetup.head`. A token classifier with one label is a value model: any tool
@@ -133,10 +133,23 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
+    if head == "value" and config.model_type in WITH_IMAGES:
+        # It registers itself with transformers.
+        import slime_fsdp.vision_value  # noqa: F401
     remote = "auto_map" in raw and trust_remote_code
     known = type(config) in AutoModelForCausalLM._model_mapping or config.model_type in WITH_IMAGES
     if not remote and not known:
         raise ModelError(f'{config_file}: transformers has no causal language model for "{config.model_type}".')
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    # A config.json need not name the kinds of its layers: Qwen3-Next's gives only how many there are.
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if problems := layer_problems(config.model_type, kinds):
+        raise ModelError(f"{config_file}: {problems[0]}")
+    if getattr(kind, "_is_stateful", False) and config.model_type not in WITH_LINEAR_ATTENTION:
+        raise ModelError(
+            f'{config_file}: models of type "{config.model_type}" hand a state from token to token, which would run on from '
+            "one packed sequence into the next: backend fsdp does not train them."
+        )
     if not remote and head != "lm" and type(config) not in HEADS[head]._model_mapping:
         raise ModelError(
             f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'

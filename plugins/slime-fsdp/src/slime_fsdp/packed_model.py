@@ -31,6 +31,7 @@ from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
+from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_nets
 from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
 from slime_fsdp.vision import hidden_states
@@ -65,6 +66,11 @@ class PackedModel(nn.Module):
         self.head = head
         self.log_probs_chunk_size = log_probs_chunk_size
         self.true_on_policy = true_on_policy
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """Then plans have a recurrence."""
+        return bool(delta_nets(self.model))
 
     @property
     def sees_images(self) -> bool:
@@ -125,7 +131,7 @@ def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
 def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str, Any]:
     """What a model hands down to its attention: our plan, or the names that transformers' flash attention reads."""
     if model.config._attn_implementation == PACKED:
-        return {"attention_plan": plan}
+        return {"attention_plan": plan, **delta_arguments(plan.recurrence)}
     return {
         "cu_seq_lens_q": plan.cu_queries,
         "cu_seq_lens_k": plan.cu_keys,
@@ -169,14 +175,15 @@ def build_model(
     else:
         model = folder.empty_model(attention)
         adapters = with_adapters(model, folder, config, seed) if wants_adapters else None
+    pack_delta_nets(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, config))
     kept = STORED[config.main_params_dtype] if trained else torch.float32
     store_parameters(model, kept, frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters))
     if placement.true_on_policy:
-        if placement.device.type != "cpu":
-            raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
-        require_equal_rows(product_shapes(model), placement.compute_dtype)
+        if delta_nets(model):
+            raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
+        require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif wants_onednn(config, placement):
         use_onednn(model)
     packed = PackedModel(

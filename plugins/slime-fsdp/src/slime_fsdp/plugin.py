@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -30,6 +30,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 WITH_IMAGES = frozenset({"qwen3_vl"})
 """Model types whose images the packed forward knows."""
 PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+WITH_LINEAR_ATTENTION = frozenset({"qwen3_next"})
+"""Model types whose states are kept apart from sequence to sequence."""
 
 
 class FsdpConfig(DriverConfig):
@@ -175,11 +177,26 @@ class Fsdp(BackendDriver):
             )
         if config.main_params_dtype == "bf16" and config.trains_adapters:
             problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
-        if cp_size > 1 and model_config.get("model_type") in WITH_IMAGES:
-            problems.append(
-                f"backend.context_parallel_size = {cp_size}: sequences with images are not cut over ranks; leave it out."
-            )
+        if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
+            problems += linear_attention_problems(config)
         return problems + adapter_problems(config) + architecture_problems(model_config)
+
+
+def linear_attention_problems(config: FsdpConfig) -> list[str]:
+    problems = []
+    if config.attn_implementation != "packed":
+        problems.append(
+            f'backend.attn_implementation = "{config.attn_implementation}": linear attention needs "packed", or states would '
+            "run on from one sequence into the next."
+        )
+    if config.context_parallel_size > 1:
+        problems.append(
+            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not cut over ranks here; "
+            "leave it out, or use backend megatron."
+        )
+    if config.share_prompts:
+        problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
+    return problems
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:
@@ -224,10 +241,16 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
-    unpacked = sorted(set(model_config.get("layer_types") or ()) - PACKED_LAYERS)
-    if unpacked:
-        problems.append(
-            f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
-            f"{' and '.join(sorted(PACKED_LAYERS))}."
-        )
-    return problems
+    return problems + layer_problems(model_type, model_config.get("layer_types"))
+
+
+def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:
+    """`kinds`: layer_types of its config, or of what transformers makes of it."""
+    packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
+    unpacked = sorted(set(kinds or ()) - packed)
+    if not unpacked:
+        return []
+    return [
+        f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
+        f"{' and '.join(sorted(PACKED_LAYERS))}."
+    ]

@@ -55,6 +55,28 @@ def images_at(of_token: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> n
     return np.searchsorted(starts, first)
 
 
+def held_images(model: PreTrainedModel, images: MicroImages) -> MicroImages | None:
+    """Those that the tokens here show, where a sequence was cut: features of the others are another rank's to compute. None:
+    there are none."""
+    starts = torch.from_numpy(feature_starts(model, images))
+    is_image = images.feature_of_token >= 0
+    of_token = torch.searchsorted(starts, images.feature_of_token[is_image], right=True) - 1
+    seen, number = torch.unique(of_token, return_inverse=True)
+    if not len(seen):
+        return None
+    counts = starts.diff()[seen]
+    moved = counts.cumsum(0) - counts - starts[seen]
+    feature_of_token = images.feature_of_token.clone()
+    feature_of_token[is_image] += moved[number]
+    patches = images.grid_thw.prod(-1).tolist()
+    pixels = images.pixel_values.split(patches)
+    return MicroImages(
+        pixel_values=torch.cat([pixels[image] for image in seen.tolist()]),
+        grid_thw=images.grid_thw[seen],
+        feature_of_token=feature_of_token,
+    )
+
+
 def hidden_states(model: PreTrainedModel, micro: MicroBatch, positions: Tensor, attention: dict[str, Any]) -> Tensor:
     """(N, H) after the last norm. `positions` (4, N)."""
     base = model.base_model

@@ -90,7 +90,7 @@ class LocalEngine(RolloutEngine):
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
         if self._model.images is not None:
-            capabilities.add(Capability.IMAGES)
+            capabilities |= {Capability.IMAGES, Capability.VIDEOS}
         return EngineInfo(capabilities=frozenset(capabilities))
 
     # ---------------------------------------------------------------- the decode task

@@ -133,11 +133,9 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
 
 
 def _check_true_on_policy(config: LocalConfig, network: PreTrainedModel) -> None:
-    if network.device.type != "cpu":
-        raise ModelError("true_on_policy_mode: its kernels are for CPUs. Say --device cpu, or leave the mode off.")
     if config.linear == "onednn":
         raise ModelError('engine.linear = "onednn": true_on_policy_mode has its own products. Use linear = "auto".')
-    require_equal_rows(product_shapes(network), network.dtype)
+    require_equal_rows(product_shapes(network), network.dtype, network.device)
 
 
 def _wants_onednn(config: LocalConfig, network: PreTrainedModel) -> bool:

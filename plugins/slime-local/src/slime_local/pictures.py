@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from slime_core.errors import EngineRefused
 from slime_core.image_processor import ImageProcessor
 from slime_core.types.completion import GenerateRequest
+from slime_core.types.image import Image
 
 MODEL_TYPES: Final = frozenset({"qwen3_vl"})
 """Of config.json."""
@@ -54,7 +55,14 @@ def pictures_of(network: PreTrainedModel, processor: ImageProcessor, request: Ge
     pixels = [processor.pixels(image) for image in request.images]
     tokens = torch.from_numpy(request.token_ids.astype(np.int64))[None]
     features = sum(image.num_tokens for image in pixels)
-    places = (tokens[0] == processor.token_id).nonzero()[:features, 0]
+    if all(image.places for image in request.images):
+        placed = zip(request.images, pixels, strict=True)
+        places = torch.cat([feature_places(image, one.num_tokens) for image, one in placed])
+        shown = torch.tensor([processor.token_of(image) for image in request.images])
+        wanted = shown.repeat_interleave(torch.tensor([image.num_tokens for image in pixels]))
+        places = places[(places < tokens.shape[1]) & (tokens[0, places.clamp(max=tokens.shape[1] - 1)] == wanted)]
+    else:
+        places = (tokens[0] == processor.token_id).nonzero()[:features, 0]
     if len(places) != features:
         raise EngineRefused(
             f"request {request.request_id}: its prompt has {len(places)} image tokens, and its images have {features} "
@@ -62,7 +70,7 @@ def pictures_of(network: PreTrainedModel, processor: ImageProcessor, request: Ge
         )
     is_image = torch.zeros_like(tokens)
     is_image[0, places] = 1
-    grids = torch.from_numpy(np.stack([image.grid_thw for image in pixels]))
+    grids = torch.from_numpy(np.concatenate([image.grids for image in pixels]))
     positions, _ = network.model.get_rope_index(tokens, mm_token_type_ids=is_image, image_grid_thw=grids)
     device = network.device
     return Pictures(
@@ -71,6 +79,12 @@ def pictures_of(network: PreTrainedModel, processor: ImageProcessor, request: Ge
         places=places.to(device),
         positions=positions[:, 0].to(device),
     )
+
+
+def feature_places(image: Image, num_tokens: int) -> Tensor:
+    """(features,) int64: where each of an image's features stands, which has an equal part of them at each place."""
+    starts = torch.tensor(image.places)
+    return (starts[:, None] + torch.arange(num_tokens // len(starts))).reshape(-1)
 
 
 def prefill_logits(

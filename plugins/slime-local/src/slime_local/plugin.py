@@ -49,6 +49,7 @@ class Local(EngineDriver):
             Capability.SCORES,
             Capability.REPLAY,
             Capability.IMAGES,
+            Capability.VIDEOS,
             Capability.BATCH_INVARIANT,
             Capability.TRUE_ON_POLICY,
         }

@@ -9,7 +9,8 @@ queries with the keys up to its end: a sequence, or one zigzag chunk of it), Lq 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from slime_core.errors import ModelError
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take
+from slime_megatron.delta_net import DeltaPlan
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
 STRETCH = 1.25
@@ -76,9 +78,13 @@ class AttentionPlan:
 
 @dataclass
 class PackedPlan(PackedSeqParams):
-    """Megatron hands `packed_seq_params` down to rotary embedding and core attention; ours carries the plan."""
+    """Megatron hands `packed_seq_params` down to rotary embedding, attention and delta nets; ours carries the plans."""
 
     plan: AttentionPlan = field(default=None)  # type: ignore[assignment]
+    delta: DeltaPlan | None = None
+    chosen: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By the number of a layer that chooses keys: (S, 1, Lq, Lk) bool for each block; kept for layers that take its choice,
+    and for when they are computed again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -258,8 +264,12 @@ class PackedAttention(nn.Module):
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if plan.group is not None:
             k, v = gather_keys(k, v, plan.group)
+        return self.attend(q, k, v, plan).reshape(*shape, -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+        """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
         attend = attend_blocks if plan.blocks else attend_varlen
-        return attend(q, k, v, plan, self.softmax_scale).reshape(*shape, -1)
+        return attend(q, k, v, plan, self.softmax_scale)
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
@@ -278,13 +288,24 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: f
     )
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
-    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
+def attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    scale: float | None,
+    masks: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D'). `masks`: in the place of the blocks' own."""
     outputs = [
         attend_block(
-            Take.apply(q, block.query_rows), Take.apply(k, block.key_rows), Take.apply(v, block.key_rows), block, scale
+            Take.apply(q, block.query_rows),
+            Take.apply(k, block.key_rows),
+            Take.apply(v, block.key_rows),
+            block if masks is None else replace(block, mask=masks[number]),
+            scale,
         )
-        for block in plan.blocks
+        for number, block in enumerate(plan.blocks)
     ]
     return torch.cat(outputs).index_select(0, plan.query_places)
 

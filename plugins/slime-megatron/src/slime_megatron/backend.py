@@ -44,11 +44,12 @@ from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.copies import Values, copied, replaced
 from slime_megatron.cpu import use_cpu
+from slime_megatron.delta_net import plan_delta
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
 from slime_megatron.plugin import Megatron, MegatronOptions
-from slime_megatron.prediction import ahead_of
+from slime_megatron.prediction import ahead_of, bring_embedding, drop_embedding
 from slime_megatron.process import Ranks, join
 from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
@@ -254,7 +255,11 @@ class MegatronBackend(TrainBackend):
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
+        if trainer.num_ahead:
+            bring_embedding(trainer.bare)
         found = self._run(works, finish, forward_only=False)
+        if trainer.num_ahead:
+            drop_embedding(trainer.bare)
         loss = torch.zeros((), device=device)
         sums: dict[str, Tensor] = {}
         for part, of_micro in found:
@@ -309,13 +314,19 @@ class MegatronBackend(TrainBackend):
             segments = whole_sequences(micro.cu_seqlens)
         held = micro.num_tokens
         padding = -held % trainer.ranks.shape.tp if trainer.ranks.shape.sequence_parallel else 0
+        chosen = trainer.config.dsa_indexer_topk
+        # The variable-length kernel knows no choice of keys.
+        dense = chosen is None or int(segments.key_lengths.max()) <= chosen
         plan = plan_attention(
             with_padding(segments, padding, held),
             nn.functional.pad(micro.position_ids, (0, padding)),
             device=device,
-            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32,
+            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32 and dense,
             group=trainer.ranks.cp_group,
         )
+        delta = None
+        if trainer.config.linear_attention_freq is not None:
+            delta = plan_delta(micro.cu_seqlens, padding, device=device, group=trainer.ranks.cp_group)
         tokens = nn.functional.pad(micro.tokens, (0, padding))[None].to(device)
         stands_for_none = torch.zeros(held, dtype=torch.bool)
         if layout.cp_size > 1:
@@ -325,6 +336,7 @@ class MegatronBackend(TrainBackend):
             micro=replace(micro, routed_experts=None).to(device),
             tokens=tokens,
             plan=plan,
+            delta=delta,
             padding=stands_for_none.to(device),
             entropy=entropy,
             ahead=tuple(

@@ -156,10 +156,13 @@ class ToTorchDist(MegatronConverter):
 
     def num_ahead(self, source: Path) -> int:
         folder = self.folder(source)
-        extra, first = folder.bridge.prediction_weights().values(), int(folder.bridge.config.num_hidden_layers)
-        names = [name for weight in extra for name in weight.names]
+        bridge = folder.bridge
+        names = [name for weight in bridge.prediction_weights().values() for name in weight.names]
         count = 0
-        while names and all(f"model.layers.{first + count}.{name}" in folder.files for name in names):
+        while count < bridge.most_predictions and names:
+            prefix, _ = bridge.prediction_prefixes(count)
+            if not all(prefix + name in folder.files for name in names):
+                break
             count += 1
         return count
 

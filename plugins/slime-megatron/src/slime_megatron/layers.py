@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -26,8 +27,11 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor, nn
 
+from slime_core.errors import ConfigError
 from slime_megatron.attention import PackedAttention, PackedPlan
 from slime_megatron.bridges.bridge import Architecture, Rotary
+from slime_megatron.delta_net import DeltaNet
+from slime_megatron.selection import SelectedAttention
 
 
 class RmsNorm(nn.Module):
@@ -39,10 +43,13 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
+        self.around_one = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.around_one:
+            return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return self.weight * wide.to(x.dtype)
 
 
@@ -80,6 +87,20 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, outputs)
 
 
+class GatedAttention(SelfAttention):
+    """Where there are fewer key-value heads than tensor-parallel ranks, Megatron leaves each rank the gates of all heads of its
+    group."""
+
+    def get_query_key_value_tensors(self, *args: Any, **more: Any) -> Any:
+        found = super().get_query_key_value_tensors(*args, **more)
+        if len(found) < 4 or found[3].shape[2] == found[0].shape[2]:
+            return found
+        query, key, value, gate = found
+        share = gate.shape[2] // query.shape[2]
+        first = parallel_state.get_tensor_model_parallel_rank() % share * query.shape[2]
+        return query, key, value, gate[:, :, first : first + query.shape[2]]
+
+
 class PackedRotary(nn.Module):
     """Angles at the positions of the stream's tokens. Megatron's own modules count positions from the start of a batch
     row; here each token brings its position, whatever packing and context parallelism made of the order."""
@@ -110,8 +131,9 @@ class PackedRotary(nn.Module):
 class PackedLayers(LocalSpecProvider):
     """Megatron's own linear layers and experts, our norm and attention."""
 
-    def __init__(self, *, sandwich_norms: bool) -> None:
-        self.sandwich_norms = sandwich_norms
+    def __init__(self, architecture: Architecture) -> None:
+        self.sandwich_norms = architecture.sandwich_norms
+        self.interleaved_indexer = architecture.interleaved_indexer
 
     def row_parallel_linear(self) -> type:
         return NormedRowParallelLinear if self.sandwich_norms else RowParallelLinear
@@ -127,50 +149,86 @@ def block_spec(
     config: TransformerConfig, architecture: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Of the layers that this stage of the pipeline holds."""
-    provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+    provider = PackedLayers(architecture)
     count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
     freq = config.moe_layer_freq
     sparse = freq if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(config.num_layers)]
+    linear = config.linear_attention_freq or [0] * config.num_layers
     layers = [
-        layer_spec(config, provider, experts=config.num_moe_experts is not None and bool(sparse[offset + layer]))
-        for layer in range(count)
+        layer_spec(
+            config,
+            provider,
+            experts=config.num_moe_experts is not None and bool(sparse[layer]),
+            linear=bool(linear[layer]),
+            chooser=chooser_of(architecture, layer, offset),
+        )
+        for layer in range(offset, offset + count)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RmsNorm)
 
 
-def layer_spec(config: TransformerConfig, provider: PackedLayers, *, experts: bool) -> ModuleSpec:
-    linear, rows = provider.column_parallel_linear(), provider.row_parallel_linear()
+def chooser_of(architecture: Architecture, layer: int, first: int) -> int | None:
+    """`layer` and `first`, the first one here, count from 0."""
+    if not architecture.choosers:
+        return None
+    chooser = architecture.choosers[layer]
+    if chooser <= first:
+        starts = [number - 1 for number, found in enumerate(architecture.choosers, 1) if found == number]
+        raise ConfigError(
+            f"backend.pipeline_model_parallel_size: layer {layer} takes the keys that layer {chooser - 1} chooses, which "
+            f"another stage has. A stage may start at layers {', '.join(map(str, starts))}."
+        )
+    return chooser
+
+
+def attention_spec(config: TransformerConfig, provider: PackedLayers, chooser: int | None) -> ModuleSpec:
+    columns, rows = provider.column_parallel_linear(), provider.row_parallel_linear()
     qk_norm = RmsNorm if config.qk_layernorm else IdentityOp
     attention: Any
+    core: Any = PackedAttention
+    if config.dsa_indexer_topk is not None:
+        told = {"chooser": chooser, "interleaved": provider.interleaved_indexer}
+        core = ModuleSpec(module=SelectedAttention, params=told)
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules: Any = MLASelfAttentionSubmodules(
-            linear_q_proj=linear,
-            linear_q_down_proj=linear,
-            linear_q_up_proj=linear,
-            linear_kv_down_proj=linear,
-            linear_kv_up_proj=linear,
-            core_attention=PackedAttention,
+            linear_q_proj=columns,
+            linear_q_down_proj=columns,
+            linear_q_up_proj=columns,
+            linear_kv_down_proj=columns,
+            linear_kv_up_proj=columns,
+            core_attention=core,
             linear_proj=rows,
             q_layernorm=qk_norm,
             kv_layernorm=qk_norm,
         )
     else:
-        attention = SelfAttention
+        attention = GatedAttention if config.attention_output_gate else SelfAttention
         submodules = SelfAttentionSubmodules(
-            linear_qkv=linear,
+            linear_qkv=columns,
             core_attention=PackedAttention,
             linear_proj=rows,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         )
+    return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def layer_spec(
+    config: TransformerConfig,
+    provider: PackedLayers,
+    *,
+    experts: bool,
+    linear: bool = False,
+    chooser: int | None = None,
+) -> ModuleSpec:
+    """`linear`: with a gated delta net in the place of attention. `chooser`: number of the layer that chooses its keys; None:
+    it does so by itself, if its family's layers do."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=ModuleSpec(
-                module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
-            ),
+            self_attention=ModuleSpec(module=DeltaNet) if linear else attention_spec(config, provider, chooser),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RmsNorm,
             mlp=get_mlp_module_spec_for_backend(

@@ -58,6 +58,15 @@ def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> l
     must_divide("tensor_model_parallel_size", shape.tp, "hidden features", model.get("hidden_size"))
     must_divide("tensor_model_parallel_size", shape.tp, "MLP features", model.get("intermediate_size"))
     must_divide("tensor_model_parallel_size", shape.tp, "features of latent queries", model.get("q_lora_rank"))
+    delta_heads = model.get("linear_num_key_heads")
+    if delta_heads and shape.cp > 1 and delta_heads % (shape.tp * shape.cp):
+        problems.append(
+            f"backend.tensor_model_parallel_size x context_parallel_size = {shape.tp * shape.cp}: ranks share the model's "
+            f"{delta_heads} key heads of linear attention; the nearest that do: "
+            f"{nearest(shape.tp * shape.cp, divisors(delta_heads))}."
+        )
+    else:
+        must_divide("tensor_model_parallel_size", shape.tp, "key heads of linear attention", delta_heads)
     layers = model.get("num_hidden_layers")
     if layers and layers % (shape.pp * shape.vpp):
         stages = [d for d in divisors(layers) if d % shape.vpp == 0]

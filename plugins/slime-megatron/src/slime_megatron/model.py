@@ -34,13 +34,15 @@ from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import PackedRotary, block_spec
 from slime_megatron.layout import Shape
 from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
-from slime_megatron.prediction import Ahead, PredictionLayers
+from slime_megatron.prediction import Ahead, EmbeddingElsewhere, PredictionLayers
+from slime_megatron.selection import SelectedAttention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +53,8 @@ class Work:
     tokens: Tensor
     """(1, N) with padding."""
     plan: AttentionPlan
+    delta: DeltaPlan | None
+    """None: the model has no gated delta nets."""
     padding: Tensor
     """(1, N) bool: tokens that stand for none; auxiliary losses of experts leave them out."""
     entropy: EntropyMode = "none"
@@ -131,9 +135,12 @@ class PackedGpt(GPTModel):
             vp_stage=vp_stage,
         )
         ahead: list[Any] = []
-        if num_ahead:
-            self.mtp = PredictionLayers(config, architecture, num_ahead)
+        self.embedding_elsewhere: EmbeddingElsewhere | None = None
+        if num_ahead and post_process:
+            self.mtp = PredictionLayers(config, architecture, num_ahead, vp_stage)
             ahead = [layer.transformer_layer for layer in self.mtp.layers]
+            if not pre_process:
+                self.embedding_elsewhere = EmbeddingElsewhere(config, self.vocab_size, self.max_sequence_length)
         count_without_padding(self)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
@@ -142,6 +149,8 @@ class PackedGpt(GPTModel):
         if architecture.mla:
             for layer in [*self.decoder.layers, *ahead]:
                 layer.self_attention.rotary_pos_emb = rotary
+                if isinstance(layer.self_attention.core_attention, SelectedAttention):
+                    layer.self_attention.core_attention.rotary = rotary
         else:
             self.rotary_pos_emb = rotary
             self.position_embedding_type = "rope"
@@ -170,7 +179,8 @@ class PackedGpt(GPTModel):
         return dict(MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata))
 
     def forward(self, work: Work) -> Tensor | tuple[Tensor, Tensor]:
-        packed = PackedPlan(qkv_format="thd" if self.config.multi_latent_attention else "sbhd", plan=work.plan)
+        layout = "thd" if self.config.multi_latent_attention else "sbhd"
+        packed = PackedPlan(qkv_format=layout, plan=work.plan, delta=work.delta)
         output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
             position_ids=work.plan.position_ids[None],
@@ -223,9 +233,10 @@ class PackedGpt(GPTModel):
 
     def _predict(self, hidden: Tensor, work: Work, **attention: Any) -> Tensor:
         """(K,) float32"""
+        embedding = self.embedding_elsewhere or self.embedding
         with torch.no_grad():
             positions = work.plan.position_ids[None]
-            embeddings = [self.embedding(input_ids=ahead.tokens, position_ids=positions) for ahead in work.ahead]
+            embeddings = [embedding(input_ids=ahead.tokens, position_ids=positions) for ahead in work.ahead]
         sums = []
         for found, ahead in zip(self.mtp(hidden, embeddings, **attention), work.ahead, strict=True):
             log_probs, _ = self._head(found, ahead.logit_index, ahead.targets, trained=False)
@@ -316,9 +327,13 @@ def make_config(
         fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
     record = MLATransformerConfig if architecture.mla else TransformerConfig
     try:
-        return record(**fields)
+        config = record(**fields)
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    if architecture.choosers:
+        # Its latent attention then hands on what choosing needs; said behind its own check, which refuses context parallelism.
+        config.experimental_attention_variant = "dsa"
+    return config
 
 
 def build_chunks(
@@ -348,7 +363,8 @@ def build_chunks(
         mark_parallel(chunk)
         chunk.to(placement.device)
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(is_trained(name, options))
+            # What an indexer chooses has no gradient.
+            parameter.requires_grad_(is_trained(name, options) and ".indexer." not in name)
         chunks.append(chunk)
     return chunks
 

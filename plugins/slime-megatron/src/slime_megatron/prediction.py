@@ -11,10 +11,14 @@ Legend: N tokens that this rank holds, T targets of a layer among them, H hidden
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
@@ -76,19 +80,60 @@ def ahead_of(micro: MicroBatch, depth: int, cp_rank: int, cp_size: int, padding:
     )
 
 
+class EmbeddingElsewhere:
+    """The embedding where another stage trains it: its rows come before each step, and are let go behind it."""
+
+    def __init__(self, config: TransformerConfig, vocab_size: int, max_length: int) -> None:
+        module = LanguageModelEmbedding(config, vocab_size, max_length, position_embedding_type="none")
+        self._module = module.to("meta")
+        self.weight: Tensor | None = None
+        """(this rank's part of the vocabulary, H)"""
+
+    def __call__(self, **given: Tensor) -> Tensor:
+        if self.weight is None:
+            raise RuntimeError("call bring_embedding first")
+        found: Tensor = torch.func.functional_call(self._module, {"word_embeddings.weight": self.weight}, kwargs=given)
+        return found
+
+
+def bring_embedding(chunks: Sequence[Any]) -> None:
+    """From the first stage of the pipeline to the layers of multi-token prediction on the last. All ranks call."""
+    if not parallel_state.is_rank_in_embedding_group():
+        return
+    group = parallel_state.get_embedding_group()
+    first, last = chunks[0], chunks[-1]
+    if first.pre_process:
+        weight = first.embedding.word_embeddings.weight.detach()
+    else:
+        weight = torch.empty_like(last.output_layer.weight, requires_grad=False)
+        last.embedding_elsewhere.weight = weight
+    dist.broadcast(weight, group=group, group_src=0)
+
+
+def drop_embedding(chunks: Sequence[Any]) -> None:
+    if chunks[-1].embedding_elsewhere is not None:
+        chunks[-1].embedding_elsewhere.weight = None
+
+
 class PredictionLayers(MegatronModule):
     """The layers, under the names `layers.0`, ..."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, count: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, count: int, vp_stage: int | None = None
+    ) -> None:
         super().__init__(config=config)
-        provider = PackedLayers(sandwich_norms=architecture.sandwich_norms)
+        provider = PackedLayers(architecture)
         spec = get_mtp_layer_spec_for_backend(
             layer_spec(config, provider, experts=config.num_moe_experts is not None), provider
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(
-                config=config, submodules=spec.submodules, layer_number=number + 1, pg_collection=groups
+                config=config,
+                submodules=spec.submodules,
+                layer_number=number + 1,
+                vp_stage=vp_stage,
+                pg_collection=groups,
             )
             for number in range(count)
         )

@@ -10,13 +10,13 @@ from pydantic import Field
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
-from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.contracts.reward import Reward, RewardDriver, ServedModel
 from slime_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
     from slime_rm_hub.response import Graded
-    from slime_rm_hub.service import Service
+    from slime_rm_hub.service import Place, Service
 
 
 class GradedConfig(DriverConfig):
@@ -28,11 +28,9 @@ class GradedConfig(DriverConfig):
     """Grade only what stands in the last \\boxed{}; nothing if there is none."""
 
 
-class ServiceConfig(DriverConfig):
-    """Options of the rewards that ask over HTTP."""
+class AskingConfig(DriverConfig):
+    """How a service is asked."""
 
-    rm_url: str = Field(pattern=r"^https?://")
-    """Address of the service."""
     request_timeout: float = Field(120.0, gt=0)
     """Seconds for one request."""
     tries: int = Field(10, gt=0)
@@ -106,9 +104,11 @@ class IfBench(RewardDriver):
         return examples.IFBENCH
 
 
-class RemoteConfig(ServiceConfig):
+class RemoteConfig(AskingConfig):
     """A service of your own."""
 
+    rm_url: str = Field(pattern=r"^https?://")
+    """Address of the service."""
     send_metadata: bool = False
     """Send the sample's metadata too."""
 
@@ -125,8 +125,10 @@ class Remote(RewardDriver):
     @classmethod
     def build(cls, config: RemoteConfig) -> Reward:
         from slime_rm_hub.remote import RemoteReward
+        from slime_rm_hub.service import Place
 
-        return RemoteReward(service=service(config, ""), send_metadata=config.send_metadata)
+        place = Place(url=config.rm_url, token=token_of(config))
+        return RemoteReward(service=service(config, (place,)), send_metadata=config.send_metadata)
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
@@ -135,16 +137,19 @@ class Remote(RewardDriver):
         return examples.remote()
 
 
-class ServedConfig(ServiceConfig):
-    """rm_url is the server's address, such as http://127.0.0.1:30000."""
+class ServedConfig(AskingConfig):
+    """Who serves the model, and how it is asked."""
 
+    rm_url: str | None = Field(None, pattern=r"^https?://")
+    """Address of the server, such as http://127.0.0.1:30000; by default the run's own engines (engines.reward), where a
+    request is tried twice: the run replaces an engine that fails."""
     kind: Literal["classifier", "judge"] = "classifier"
     """A reward model with a score head (/classify), or a language model that answers yes or no (/generate)."""
     rm_model: str = "default"
     """Name of the model, where the server asks for one."""
     rm_tokenizer: RunPath | None = None
-    """Folder of the served model's tokenizer, for its chat template. A judge needs it; a classifier without one reads
-    prompt and response as they stand."""
+    """Folder of the served model's tokenizer, for its chat template. A judge needs it, and a classifier without one reads
+    prompt and response as they stand. With engines of the run, by default that of engines.reward.load."""
     question: RunPath | None = None
     """File with what a judge is asked, in which {prompt}, {response} and {label} are replaced."""
     yes: str = "Yes"
@@ -163,42 +168,28 @@ class Served(RewardDriver):
         return time_for(config)
 
     @classmethod
+    def asks_engines(cls, config: ServedConfig) -> bool:
+        return config.rm_url is None
+
+    @classmethod
     def build(cls, config: ServedConfig) -> Reward:
-        from slime_rm_hub import served
+        from slime_rm_hub.served import served_reward
+        from slime_rm_hub.service import Place
 
-        tokenizer = None
-        if config.rm_tokenizer is not None:
-            from transformers import AutoTokenizer
+        assert config.rm_url is not None, "without it the kernel calls build_asking"
+        place = Place(url=config.rm_url.rstrip("/"), token=token_of(config))
+        return served_reward(config, service(config, (place,)), config.rm_tokenizer)
 
-            tokenizer = AutoTokenizer.from_pretrained(config.rm_tokenizer)
-        if config.kind == "classifier":
-            return served.ClassifierReward(
-                service=service(config, "/classify"),
-                render=served.Joined() if tokenizer is None else served.Conversation(tokenizer),
-                model=config.rm_model,
-            )
-        if tokenizer is None or config.question is None:
-            raise ConfigError(
-                "reward 'served' with kind = \"judge\" needs rm_tokenizer, the folder of the judge's tokenizer, and "
-                "question, a file with what to ask it."
-            )
-        ids = {word: tokenizer.encode(word, add_special_tokens=False) for word in (config.yes, config.no)}
-        for word, tokens in ids.items():
-            if len(tokens) != 1:
-                raise ConfigError(
-                    f"reward 'served': {word!r} is {len(tokens)} tokens for the judge's tokenizer, and must be one: choose "
-                    "other words with yes and no."
-                )
-        try:
-            template = Path(config.question).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"reward 'served': question: {config.question} cannot be read: {error}.") from error
-        return served.JudgeReward(
-            service=service(config, "/generate"),
-            render=served.Question(template, tokenizer),
-            yes_id=ids[config.yes][0],
-            no_id=ids[config.no][0],
-        )
+    @classmethod
+    def build_asking(cls, config: ServedConfig, servers: Sequence[ServedModel]) -> Reward:
+        from slime_rm_hub.served import served_reward
+        from slime_rm_hub.service import Place
+
+        if config.token_file is not None:
+            raise ConfigError("reward 'served': token_file is for rm_url; engines of the run have tokens of their own.")
+        places = tuple(Place(url=server.url, token=server.token) for server in servers)
+        twice = config.model_copy(update={"tries": min(config.tries, 2)})
+        return served_reward(config, service(twice, places), config.rm_tokenizer or servers[0].model_path)
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
@@ -232,20 +223,29 @@ def graded(config: GradedConfig) -> Graded:
     return Graded(think_end=config.think_end, boxed=config.boxed)
 
 
-def service(config: ServiceConfig, path: str) -> Service:
+def token_of(config: AskingConfig) -> str | None:
+    """What stands in `token_file`. ConfigError if it cannot be read."""
+    if config.token_file is None:
+        return None
+    try:
+        return Path(config.token_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"reward.token_file = {str(config.token_file)!r}: cannot be read: {error}.") from error
+
+
+def service(config: AskingConfig, places: tuple[Place, ...]) -> Service:
     from slime_rm_hub.service import Service
 
     return Service(
-        url=config.rm_url.rstrip("/") + path if path else config.rm_url,
+        places=places,
         timeout_s=config.request_timeout,
         tries=config.tries,
         concurrency=config.concurrency,
-        token_file=None if config.token_file is None else Path(config.token_file),
         first_pause_s=config.first_pause,
     )
 
 
-def time_for(config: ServiceConfig) -> float:
+def time_for(config: AskingConfig) -> float:
     """Seconds for a group: all tries of a sample, for as many samples as usually wait behind each other."""
     pauses = sum(min(config.first_pause * (2.0**number + 1.0), 30.0) for number in range(config.tries - 1))
     return 2.0 * (config.tries * config.request_timeout + pauses)

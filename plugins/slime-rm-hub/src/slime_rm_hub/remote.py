@@ -37,7 +37,7 @@ class RemoteReward(Reward):
             if numbers:
                 return numbers
         return RewardFailure(
-            Outcome.WRONG, f"{self.service.url} answered {str(answer)[:200]!r}, which is neither a number nor has any"
+            Outcome.WRONG, f"{self.service.name} answered {str(answer)[:200]!r}, which is neither a number nor has any"
         )
 
 

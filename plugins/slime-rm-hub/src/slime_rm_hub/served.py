@@ -5,11 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.contracts.reward import Outcome, Reward, RewardFailure, RewardValue
+from slime_core.errors import ConfigError
 from slime_core.types.sample import Sample, SampleGroup
 from slime_rm_hub.service import Service
+
+if TYPE_CHECKING:
+    from slime_rm_hub.plugin import ServedConfig
+
+
+def served_reward(config: ServedConfig, service: Service, folder: str | None) -> Reward:
+    """`folder`: of the served model's tokenizer. ConfigError for a judge that cannot be asked."""
+    tokenizer = None
+    if folder is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if config.kind == "classifier":
+        # One without a template was trained on plain texts.
+        joined = tokenizer is None or not tokenizer.chat_template
+        return ClassifierReward(
+            service=service.under("/classify"),
+            render=Joined() if joined else Conversation(tokenizer),
+            model=config.rm_model,
+        )
+    if tokenizer is None or config.question is None:
+        raise ConfigError(
+            "reward 'served' with kind = \"judge\" needs rm_tokenizer, the folder of the judge's tokenizer, and "
+            "question, a file with what to ask it."
+        )
+    ids = {word: tokenizer.encode(word, add_special_tokens=False) for word in (config.yes, config.no)}
+    for word, tokens in ids.items():
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"reward 'served': {word!r} is {len(tokens)} tokens for the judge's tokenizer, and must be one: choose "
+                "other words with yes and no."
+            )
+    try:
+        template = Path(config.question).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"reward 'served': question: {config.question} cannot be read: {error}.") from error
+    return JudgeReward(
+        service=service.under("/generate"),
+        render=Question(template, tokenizer),
+        yes_id=ids[config.yes][0],
+        no_id=ids[config.no][0],
+    )
 
 
 class Render(Protocol):
@@ -28,7 +72,7 @@ class ClassifierReward(Reward):
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
         answers = self.service.ask([{"model": self.model, "text": self.render(sample)} for sample in group.samples])
-        return [checked(self.service.url, answer, first_of_embedding) for answer in answers]
+        return [checked(self.service.name, answer, first_of_embedding) for answer in answers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +101,7 @@ class JudgeReward(Reward):
             log_prob = {int(entry[1]): float(entry[0]) for entry in entries}
             return share_of(log_prob[self.yes_id], log_prob[self.no_id])
 
-        return [checked(self.service.url, answer, share) for answer in self.service.ask(bodies)]
+        return [checked(self.service.name, answer, share) for answer in self.service.ask(bodies)]
 
 
 def first_of_embedding(answer: Any) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slime_core.contracts.engine import EngineInfo, EngineSetup, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
@@ -85,6 +85,11 @@ class SglangEngine(RolloutEngine):
             if setup.node_rank:
                 self._fleet.watch(self._fail)
                 return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
+            if setup.reward_model:
+                # What it answers to whom is between it and the rewards.
+                await self._fleet.start_router(setup)
+                self._fleet.watch(self._fail)
+                return self._info(frozenset({Capability.HTTP}))
             self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
             self._image_tokens = ImageTokens.of(setup.model_path)
@@ -108,11 +113,12 @@ class SglangEngine(RolloutEngine):
             await self.stop()
             raise
         self._fleet.watch(self._fail)
+        return self._info(self._features.capabilities(self._config, setup))
+
+    def _info(self, capabilities: frozenset[Capability]) -> EngineInfo:
+        entrance = self._fleet.entrance
         return EngineInfo(
-            capabilities=self._features.capabilities(self._config, setup),
-            address=self._fleet.entrance.address,
-            token=self._fleet.entrance.token,
-            pid=self._fleet.pid,
+            capabilities=capabilities, address=entrance.address, token=entrance.token, pid=self._fleet.pid
         )
 
     def _fail(self, failure: EngineError) -> None:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[Connection]:
     """Those of this engine, in order. EngineError if there are too few."""
-    first = setup.index * config.servers
+    first = setup.place * config.servers
     addresses = config.external_engine_addrs[first : first + config.servers]
     if len(addresses) < config.servers:
         raise EngineError(
             f"engine {setup.index}: engine.external_engine_addrs names {len(config.external_engine_addrs)} servers, but "
-            f"{setup.index + 1} engines of {config.servers} need {first + config.servers}. Name more, or lower "
+            f"{setup.place + 1} engines of {config.servers} need {first + config.servers}. Name more, or lower "
             "launcher.rollout_num_gpus."
         )
     token = None if config.external_engine_token_file is None else read_token(config.external_engine_token_file)

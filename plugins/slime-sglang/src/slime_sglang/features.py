@@ -75,7 +75,7 @@ class Features:
         return result
 
     def capabilities(self, config: SglangOptions, setup: EngineSetup) -> frozenset[Capability]:
-        offered = {Capability.SCORES}
+        offered = {Capability.SCORES, Capability.HTTP}
         if self.deterministic:
             offered |= {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT}
         if config.pause_mode == "abort" or self.version_spans:

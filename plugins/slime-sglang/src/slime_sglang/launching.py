@@ -58,7 +58,7 @@ def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
     visible = os.environ.get(DEVICES)
     if visible is None:
         # One machine, all its GPUs: engines in order.
-        first = setup.index * setup.num_devices + place * each
+        first = setup.first_device + place * each
         return tuple(str(number) for number in range(first, first + each))
     names = [name for name in visible.split(",") if name]
     if len(names) < setup.devices_here:
@@ -66,7 +66,7 @@ def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
             f"engine {setup.index}: it should have {setup.devices_here} GPUs, but {DEVICES} = {visible} has {len(names)}."
         )
     # A launcher that places engines shows each its own devices only.
-    first = 0 if len(names) == setup.devices_here else (setup.index * setup.devices_here) % len(names)
+    first = 0 if len(names) == setup.devices_here else setup.first_device % len(names)
     return tuple(names[first + place * each : first + (place + 1) * each])
 
 
@@ -93,13 +93,14 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         "random_seed": setup.seed + place,
         "host": setup.host,
         "skip_server_warmup": True,
-        "context_length": setup.max_context_len + MARGIN,
         "tp_size": setup.num_devices // config.servers // pp_size,
         # Trainers compute in these there, whatever the folder is stored in.
         "dtype": "float32" if on_cpu else "bfloat16",
         "log_level": "info",
         "log_level_http": "warning",
     }
+    if not setup.reward_model:
+        options["context_length"] = setup.max_context_len + MARGIN
     if setup.num_nodes > 1:
         options |= {"nnodes": setup.num_nodes, "node_rank": setup.node_rank, "dist_init_addr": setup.rendezvous}
     if on_cpu:

@@ -134,6 +134,7 @@ class Sglang(EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SLEEP,
             Capability.SCORES,
+            Capability.HTTP,
             Capability.IMAGES,
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())

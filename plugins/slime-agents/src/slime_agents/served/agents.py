@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 from slime_core.types.prompt import Message
 
@@ -36,18 +37,51 @@ class AgentTask:
     """For Anthropic's client."""
     api_key: str
     model: str = "slime"
+    name_thread: Callable[[str], None]
+    """Calls that bring this name in the header X-Session-ID are this task's, whatever their key, in a conversation of their
+    own: for clients that serve many tasks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earned:
+    """What one thread of calls has earned."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, which are logged."""
+    agent: str = ""
+    """Who called, where there are several, compared each with its like."""
+    number: int = 0
+    """Of this agent, among `num_agents`."""
+    num_agents: int = 1
+    is_trained: bool = True
+    is_cut: bool = False
+    """A limit of the agent's own ended it."""
 
 
 AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[float | None]]
 """What it returns is the reward of the whole episode; None leaves that to the run's reward."""
 
 
-class Agent(Protocol):
-    async def run(self, task: AgentTask) -> float | None:
-        """Ends when cancelled. AgentFailed, or whatever a function raises."""
+class Agent(ABC):
+    scores_itself = False
+    """The run needs no reward for it: an episode that it could not end itself has none, and fails."""
+
+    async def open(self) -> None:
+        """Once, while the run starts: PluginError, with what to type, if what it depends on is not there."""
+        return
+
+    @abstractmethod
+    async def run(self, task: AgentTask) -> float | Mapping[str, Earned] | None:
+        """The reward of the whole episode, or of each thread by its name; None leaves it to the run's reward. Ends when
+        cancelled. AgentFailed, or whatever a function raises."""
+
+    async def close(self) -> None:
+        """At the end of the run."""
+        return
 
 
-class FunctionAgent:
+class FunctionAgent(Agent):
     def __init__(self, function: AgentFunction) -> None:
         self._function = function
 
@@ -55,7 +89,7 @@ class FunctionAgent:
         return await self._function(task)
 
 
-class CommandAgent:
+class CommandAgent(Agent):
     """Gets the task as JSON on standard input, and addresses and key in its environment; runs in a folder of its own."""
 
     def __init__(self, command: Sequence[str], *, environment: Sequence[str], folder: str | None) -> None:

@@ -12,7 +12,6 @@ ever tokenised. How a call relates to what is held decides what becomes of it:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ class Branch:
         self.is_waiting = False
         """An answer is on its way: nobody else may go on from here."""
         self.last_answer = -1
-        """Number of the call that was answered last, of all in the conversation."""
+        """Number of its last answer, of all in the episode."""
 
     @property
     def prompt(self) -> Piece:
@@ -67,14 +66,13 @@ class Branch:
 
 
 class Conversation:
-    """All branches of one episode."""
+    """All branches of one thread of calls."""
 
     def __init__(self, encode: Callable[[str], npt.NDArray[np.int32]], *, fork_threshold: int) -> None:
         self.branches: list[Branch] = []
         self.num_realigned = 0
         self._encode = encode
         self._fork_threshold = fork_threshold
-        self._answers = itertools.count()
 
     def place(self, text: str) -> Branch:
         """The branch that ends with this text now, waiting for an answer."""
@@ -82,10 +80,11 @@ class Conversation:
         branch.is_waiting = True
         return branch
 
-    def answer(self, branch: Branch, text: str, completion: Completion) -> None:
+    def answer(self, branch: Branch, text: str, completion: Completion, *, number: int = 0) -> None:
+        """`number`: counts up over all answers that are compared with this one."""
         branch.append(Piece(text, completion.token_ids, completion))
         branch.is_waiting = False
-        branch.last_answer = next(self._answers)
+        branch.last_answer = number
 
     def _free(self) -> list[Branch]:
         return [branch for branch in self.branches if not branch.is_waiting]

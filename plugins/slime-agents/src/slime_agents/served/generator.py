@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slime_agents.served.agents import Agent, AgentFailed, AgentTask
+from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
 from slime_agents.served.server import AgentServer
 from slime_agents.served.session import Session
 from slime_core.contracts.generator import Episode, Generator
@@ -41,31 +42,49 @@ class ServedAgent(Generator):
         )
         key = await self._server.open(session)
         try:
-            reward, is_late = await self._run(episode, session, key)
+            earned, is_late = await self._run(episode, session, key)
         finally:
             self._server.drop(key)
         if session.failure is not None:
             raise session.failure
-        samples = session.samples(is_cut=is_late or session.is_used_up)
+        by_thread = earned if isinstance(earned, Mapping) else {}
+        is_ended = is_late or session.is_used_up
+        threads = session.samples(is_cut=lambda name: is_ended or (name in by_thread and by_thread[name].is_cut))
+        samples = [sample for _, sample in threads]
         if session.is_aborted:
             return samples or [episode.trajectory().finish(status=Status.ABORTED)]
+        if self._agent.scores_itself and is_ended:
+            limit = f"within {self._config.timeout_s:g} s" if is_late else f"with {self._config.max_calls} calls"
+            raise AgentFailed(f"it had not ended {limit}, and has no reward")
         if not samples:
             raise AgentFailed(
                 f"the agent has not called the model{f' within {self._config.timeout_s:g} s' if is_late else ''}"
             )
-        if reward is not None:
-            return [replace(sample, reward=float(reward)) for sample in samples]
+        if isinstance(earned, Mapping):
+            told = [(earned[thread], sample) for thread, sample in threads if thread in earned]
+            paid = [with_reward(sample, by) for by, sample in told if by.is_trained]
+            if not paid:
+                raise AgentFailed("no agent that is to be trained has called the model")
+            return paid[-1:] if episode.evaluation else paid
+        if earned is not None:
+            return [replace(sample, reward=float(earned)) for sample in samples]
         if episode.evaluation or len(samples) == 1:
             return samples[-1:]
         (outcome,) = await episode.score(samples[-1:])
         rest = [replace(sample, reward=outcome.reward) for sample in samples[:-1]]
         return [*rest, outcome]
 
+    async def open(self) -> None:
+        await self._agent.open()
+
     async def close(self) -> None:
+        await self._agent.close()
         await self._server.close()
 
-    async def _run(self, episode: Episode, session: Session, key: str) -> tuple[float | None, bool]:
-        """The reward that it returned, and whether it had to be ended for being late."""
+    async def _run(
+        self, episode: Episode, session: Session, key: str
+    ) -> tuple[float | Mapping[str, Earned] | None, bool]:
+        """What it returned, and whether it had to be ended for being late."""
         prompt = episode.prompt
         task = AgentTask(
             prompt=prompt.text,
@@ -75,6 +94,7 @@ class ServedAgent(Generator):
             base_url=f"{self._server.url}/v1",
             anthropic_url=self._server.url,
             api_key=key,
+            name_thread=functools.partial(self._server.name_thread, key),
         )
         running = asyncio.create_task(self._agent.run(task))
         ends = [asyncio.create_task(session.ended.wait()), asyncio.create_task(self._stopped(episode, session))]
@@ -101,3 +121,12 @@ class ServedAgent(Generator):
         await episode.stopped()
         session.is_aborted = True
         session.ended.set()
+
+
+def with_reward(sample: Sample, earned: Earned) -> Sample:
+    sample = replace(sample, reward=float(earned.reward), reward_parts=dict(earned.parts))
+    if earned.num_agents == 1:
+        return sample
+    # Below zero, so that it is no group's own index.
+    key = -1 - (sample.group_index * earned.num_agents + earned.number)
+    return replace(sample, credit_key=key, metadata={**sample.metadata, "agent": earned.agent})

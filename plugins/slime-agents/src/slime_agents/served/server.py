@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -31,6 +32,8 @@ class AgentServer:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._threads: dict[str, str] = {}
+        """Names of threads to keys."""
         self._starting = asyncio.Lock()
         self._server: InLoopServer | None = None
         self._port = 0
@@ -55,8 +58,14 @@ class AgentServer:
         self._sessions[key] = session
         return key
 
+    def name_thread(self, key: str, thread: str) -> None:
+        """Calls with this name in X-Session-ID are the session's from now on, whatever key they bring: for clients that are
+        shared by many episodes. Each thread is a conversation of its own."""
+        self._threads[thread] = key
+
     def drop(self, key: str) -> None:
         del self._sessions[key]
+        self._threads = {thread: of for thread, of in self._threads.items() if of != key}
 
     async def close(self) -> None:
         if self._server is not None:
@@ -69,21 +78,25 @@ class AgentServer:
         self._server = InLoopServer(self._app)
         await self._server.start(listener)
 
-    def _session(self, request: Request) -> Session | None:
+    def _session(self, request: Request) -> tuple[Session | None, str]:
+        """The session that a request is for, and the thread."""
+        thread = request.headers.get("x-session-id", "")
+        if thread in self._threads:
+            return self._sessions[self._threads[thread]], thread
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
-        return self._sessions.get(key)
+        return self._sessions.get(key), ""
 
     async def _models(self, request: Request) -> Response:
-        if self._session(request) is None:
+        if self._session(request)[0] is None:
             return JSONResponse(openai_api.error("no such key", "authentication_error"), 401)
         model = {"id": openai_api.MODEL, "object": "model", "created": 0, "owned_by": "slime"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
-        async def answer(session: Session, body: bytes) -> Response:
+        async def answer(session: Session, thread: str, body: bytes) -> Response:
             asked = openai_api.ChatRequest.model_validate_json(body)
-            call = asked.call()
+            call = replace(asked.call(), thread=thread)
             replies = list(await asyncio.gather(*(session.answer(call) for _ in range(asked.n or 1))))
             created = int(time.time())
             if asked.stream:
@@ -93,9 +106,9 @@ class AgentServer:
         return await self._answered(request, answer, openai_api.error)
 
     async def _messages(self, request: Request) -> Response:
-        async def answer(session: Session, body: bytes) -> Response:
+        async def answer(session: Session, thread: str, body: bytes) -> Response:
             asked = anthropic_api.MessagesRequest.model_validate_json(body)
-            reply = await session.answer(asked.call())
+            reply = await session.answer(replace(asked.call(), thread=thread))
             if asked.stream:
                 return StreamingResponse(iter(list(anthropic_api.events(reply))), media_type=EVENTS)
             return JSONResponse(anthropic_api.message(reply))
@@ -103,11 +116,11 @@ class AgentServer:
         return await self._answered(request, answer, anthropic_api.error)
 
     async def _answered(self, request: Request, answer: Any, error: Callable[[str, str], dict[str, Any]]) -> Response:
-        session = self._session(request)
+        session, thread = self._session(request)
         if session is None:
             return JSONResponse(error("no such key, or its episode has ended", "authentication_error"), 401)
         try:
-            done: Response = await answer(session, await request.body())
+            done: Response = await answer(session, thread, await request.body())
         except ValidationError as problem:
             told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in problem.errors())
             return JSONResponse(error(told, "invalid_request_error"), 400)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    thread: str = ""
+    """Calls of different threads never go on from each other, though their messages be the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,9 @@ class Session:
         self._episode = episode
         self._max_calls = max_calls
         self._dialogue = Dialogue(episode.tokenizer, template_kwargs)
-        self.conversation = Conversation(self._encode, fork_threshold=fork_threshold)
+        self._fork_threshold = fork_threshold
+        self._conversations: dict[str, Conversation] = {}
+        self._answers = itertools.count()
         self._kept = None if episode.kept is None else Kept(episode.kept, frozenset(episode.tokenizer.all_special_ids))
         self.num_calls = 0
         self.is_used_up = False
@@ -73,13 +78,14 @@ class Session:
             raise Ended(f"the agent may call {self._max_calls} times (max_calls)")
         number = self.num_calls
         self.num_calls += 1
-        branch = self.conversation.place(text)
+        conversation = self._conversation(call.thread)
+        branch = conversation.place(text)
         token_ids = branch.token_ids
         room = self._episode.sampling.max_new_tokens - branch.response_length
         limit = room if call.max_tokens is None else min(room, call.max_tokens)
         completion = await self._complete(branch, token_ids, limit, call.stop)
         raw = decode(self._episode.tokenizer, completion.token_ids)
-        self.conversation.answer(branch, raw, completion)
+        conversation.answer(branch, raw, completion, number=next(self._answers))
         if completion.finish_reason is FinishReason.ABORT:
             self.is_aborted = True
             self.ended.set()
@@ -95,6 +101,11 @@ class Session:
             prompt_tokens=len(token_ids),
             completion=completion,
         )
+
+    def _conversation(self, thread: str) -> Conversation:
+        if thread not in self._conversations:
+            self._conversations[thread] = Conversation(self._encode, fork_threshold=self._fork_threshold)
+        return self._conversations[thread]
 
     async def _complete(
         self, branch: Branch, token_ids: npt.NDArray[np.int32], limit: int, stop: tuple[str, ...]
@@ -140,21 +151,23 @@ class Session:
 
     # ---------------------------------------------------------------- afterwards
 
-    def samples(self, *, is_cut: bool) -> list[Sample]:
-        """A sample for each branch with an answer in it, the one that was answered last at the end. `is_cut`: a limit ended
-        the agent."""
-        branches = sorted(self.conversation.branches, key=lambda branch: branch.last_answer)
-        answered = [branch for branch in branches if branch.num_answers]
-        said_something = [any(len(p.token_ids) for p in branch.pieces if p.completion) for branch in answered]
+    def samples(self, *, is_cut: Callable[[str], bool]) -> list[tuple[str, Sample]]:
+        """A sample for each branch with an answer in it, with its thread, the one that was answered last at the end.
+        `is_cut`: whether a limit ended this thread."""
+        branches = [(thread, branch) for thread, one in self._conversations.items() for branch in one.branches]
+        answered = sorted((it for it in branches if it[1].num_answers), key=lambda it: it[1].last_answer)
+        said_something = [any(len(p.token_ids) for p in branch.pieces if p.completion) for _, branch in answered]
         if answered and (self.is_aborted or not any(said_something)):
             said_something[-1] = True
-        samples = [self._sample(b, is_cut) for b, kept in zip(answered, said_something, strict=True) if kept]
+        said = itertools.compress(answered, said_something)
+        samples = [(thread, self._sample(thread, branch, is_cut(thread))) for thread, branch in said]
         if samples and self.is_aborted:
             # Also where the agent was busy with something else.
-            samples[-1] = replace(samples[-1], status=Status.ABORTED)
+            thread, last = samples[-1]
+            samples[-1] = thread, replace(last, status=Status.ABORTED)
         return samples
 
-    def _sample(self, branch: Branch, is_cut: bool) -> Sample:
+    def _sample(self, thread: str, branch: Branch, is_cut: bool) -> Sample:
         prompt = self._episode.prompt
         if not np.array_equal(prompt.token_ids, branch.prompt.token_ids):
             prompt = replace(
@@ -168,7 +181,7 @@ class Session:
             else:
                 trajectory.append_completion(piece.completion)
         trajectory.counts["agent_answers"] = branch.num_answers
-        trajectory.counts["agent_realigned"] = self.conversation.num_realigned
+        trajectory.counts["agent_realigned"] = self._conversations[thread].num_realigned
         if trajectory.status is Status.COMPLETED and is_cut:
             return trajectory.finish(status=Status.TRUNCATED)
         return trajectory.finish()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
@@ -46,6 +47,10 @@ class Architecture:
     mla: bool = False
     sandwich_norms: bool = False
     """A norm behind attention and MLP too, before the residual is added."""
+    choosers: tuple[int, ...] = ()
+    """For each layer, the number (from 1) of the one that chooses its keys; empty: attention is dense."""
+    interleaved_indexer: bool = False
+    """Positions are embedded in neighbouring features where keys are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,11 @@ class Bridge(ABC):
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions: tensors of a folder that nothing need be made of. `{layers_behind}` stands for the numbers of the
     layers of multi-token prediction."""
+
+    most_predictions: ClassVar[int] = sys.maxsize
+    """Layers of multi-token prediction that can be told apart in a folder."""
+    layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention"})
+    """What layer_types of a config may say."""
 
     @abstractmethod
     def architecture(self) -> Architecture: ...
@@ -75,9 +85,14 @@ class Bridge(ABC):
         }
 
     def prediction_weights(self) -> Mapping[str, Weight]:
-        """Of a layer of multi-token prediction, beside its decoder layer; names in the folder stand after
-        `model.layers.N.`, N counting on from the last layer; none where the family's are not computed."""
+        """Of a layer of multi-token prediction, beside its decoder layer; names in the folder stand after the first of
+        `prediction_prefixes`; none where the family's are not computed."""
         return {}
+
+    def prediction_prefixes(self, number: int) -> tuple[str, str]:
+        """Before the names of such a layer, from 0, in the folder, and of its decoder layer."""
+        prefix = f"model.layers.{self.config.num_hidden_layers + number}."
+        return prefix, prefix
 
     def outer_weights(self) -> Mapping[str, Weight]:
         return {
@@ -123,19 +138,23 @@ class Bridge(ABC):
         """Of a parameter of Megatron, by its name in the whole model."""
         prefix, weights, short = "", self.outer_weights(), name
         if found := PREDICTION.match(name):
-            prefix = f"model.layers.{self.config.num_hidden_layers + int(found[1])}."
+            prefix, of_layer = self.prediction_prefixes(int(found[1]))
             weights, short = self.prediction_weights(), found[2]
+            if int(found[1]) >= self.most_predictions:
+                raise ModelError(
+                    f"backend.mtp_num_layers: this family has no more than {self.most_predictions} of them."
+                )
             if not weights:
                 raise ModelError(
                     "backend.mtp_num_layers: backend megatron does not train this family's layers of multi-token prediction. "
                     "Leave it out."
                 )
             if short.startswith(OF_PREDICTION):
-                name = f"decoder.layers.{self.config.num_hidden_layers + int(found[1])}.{short.removeprefix(OF_PREDICTION)}"
-        if found := LAYER.match(name):
+                prefix, weights, short = of_layer, self.layer_weights(), short.removeprefix(OF_PREDICTION)
+        elif found := LAYER.match(name):
             prefix, weights, short = f"model.layers.{found[1]}.", self.layer_weights(), found[2]
-            if expert := EXPERT.match(short):
-                prefix, weights, short = f"{prefix}mlp.experts.{expert[1]}.", self.expert_weights(), expert[2]
+        if expert := EXPERT.match(short):
+            prefix, weights, short = f"{prefix}mlp.experts.{expert[1]}.", self.expert_weights(), expert[2]
         if short not in weights:
             raise ModelError(f"{type(self).__name__}: Megatron has a weight {name} that this bridge has no names for.")
         weight = weights[short]
@@ -162,10 +181,10 @@ class Bridge(ABC):
         if config.hidden_act != "silu":
             raise ModelError(f"the model's config.json says hidden_act = {config.hidden_act}: only silu is computed.")
         if getattr(config, "use_sliding_window", False) or any(
-            kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()
+            kind not in self.layer_kinds for kind in getattr(config, "layer_types", None) or ()
         ):
             raise ModelError(
-                "the model has layers that are not full attention: backend megatron does not compute them."
+                "the model has layers that are not full attention: backend megatron does not compute them for this family."
             )
         return {
             "num_layers": config.num_hidden_layers,
@@ -288,3 +307,11 @@ def sigmoid_moe_weights() -> dict[str, Weight]:
         ),
         "mlp.shared_experts.linear_fc2.weight": Plain(names=("mlp.shared_experts.down_proj.weight",)),
     }
+
+
+def choosers_of(kinds: Sequence[str]) -> tuple[int, ...]:
+    """Numbers, from 1, of the layers whose choice each layer takes. `kinds`: "full" or "shared"."""
+    found: list[int] = []
+    for number, kind in enumerate(kinds, 1):
+        found.append(found[-1] if kind == "shared" and found else number)
+    return tuple(found)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import Architecture, Bridge
-from slime_megatron.bridges.weight import GateUp, Plain, Weight
+from slime_megatron.bridges.weight import GateUp, Plain, Swapped, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Qwen2(Bridge):
 
 @dataclass(frozen=True, kw_only=True)
 class Mimo(Qwen2):
-    """MiMo-7B: Qwen2's layout. Its layers of multi-token prediction stay as the folder has them."""
+    """MiMo-7B: Qwen2's layout."""
 
     config_type = "qwen2"
     ignored = (*Bridge.ignored, r"^model\.mtp_layers\.")
@@ -34,6 +35,19 @@ class Mimo(Qwen2):
         if not getattr(self.config, "attention_bias", True):
             raise ModelError("the model's config.json says attention_bias = false: not computed for mimo.")
         return super().architecture()
+
+    def prediction_weights(self) -> Mapping[str, Weight]:
+        return {
+            "enorm.weight": Plain(names=("token_layernorm.weight",)),
+            "hnorm.weight": Plain(names=("hidden_layernorm.weight",)),
+            # It reads the hidden state before the embedding.
+            "eh_proj.weight": Swapped(names=("input_proj.weight",)),
+            "final_layernorm.weight": Plain(names=("final_layernorm.weight",)),
+        }
+
+    def prediction_prefixes(self, number: int) -> tuple[str, str]:
+        prefix = f"model.mtp_layers.{number}."
+        return prefix, prefix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,18 @@
-"""Multi-head latent attention: DeepSeek-V3, V3.1, R1, and what shares its layout (Kimi K2, Moonlight)."""
+"""Multi-head latent attention: DeepSeek-V3, V3.1, R1, and what shares its layout (Kimi K2, Moonlight); with chosen keys
+DeepSeek-V3.2 and GLM-5."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import (
     Architecture,
     Bridge,
     Moe,
+    choosers_of,
     deepseek_prediction_weights,
     sigmoid_moe_weights,
     sigmoid_routing,
@@ -22,7 +24,7 @@ from slime_megatron.bridges.weight import Plain, Weight
 class DeepseekV3(Bridge):
     """What nothing is made of in the layer behind the last one stays as the folder has it."""
 
-    config_type = "deepseek_v3"
+    config_type: ClassVar[str | None] = "deepseek_v3"
     ignored = (*Bridge.ignored, r"^model\.layers\.{layers_behind}\.")
 
     def architecture(self) -> Architecture:
@@ -53,6 +55,7 @@ class DeepseekV3(Bridge):
             "mscale": 1.0,
             "mscale_all_dim": 0.0,
             **moe.all_options(config.n_routed_experts),
+            **self.indexer_options(),
         }
         parameters = config.rope_parameters
         if parameters.get("rope_type", "default") == "yarn":
@@ -61,7 +64,14 @@ class DeepseekV3(Bridge):
                 "rotary_scaling_factor": parameters["factor"],
                 "mscale_all_dim": parameters.get("mscale_all_dim", 0.0) or 0.0,
             }
-        return self.common_architecture(options, mla=True)
+        return self.common_architecture(options, mla=True, **self.choice())
+
+    def indexer_options(self) -> dict[str, Any]:
+        return {}
+
+    def choice(self) -> dict[str, Any]:
+        """Fields of Architecture that say who chooses keys."""
+        return {}
 
     def layer_weights(self) -> Mapping[str, Weight]:
         return {**super().layer_weights(), **sigmoid_moe_weights()}
@@ -88,3 +98,46 @@ class DeepseekV3(Bridge):
     def rotary_head_dim(self) -> int:
         # transformers 5 calls the part that is rotated the head.
         return int(self.config.qk_rope_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV32(DeepseekV3):
+    """DeepSeek-V3.2."""
+
+    config_type = None
+    layer_kinds = frozenset({"deepseek_sparse_attention"})
+    interleaved_indexer: ClassVar[bool] = False
+
+    def indexer_options(self) -> dict[str, Any]:
+        config = self.config
+        layers, dense = config.num_hidden_layers, config.first_k_dense_replace
+        if config.mlp_layer_types != ["dense"] * dense + ["sparse"] * (layers - dense):
+            raise ModelError(
+                "the model's config.json says mlp_layer_types other than first_k_dense_replace: not computed."
+            )
+        return {
+            "dsa_indexer_n_heads": config.index_n_heads,
+            "dsa_indexer_head_dim": config.index_head_dim,
+            "dsa_indexer_topk": config.index_topk,
+        }
+
+    def choice(self) -> dict[str, Any]:
+        kinds = getattr(self.config, "indexer_types", None) or ["full"] * self.config.num_hidden_layers
+        interleaved = getattr(self.config, "indexer_rope_interleave", None)
+        interleaved = self.interleaved_indexer if interleaved is None else bool(interleaved)
+        return {"choosers": choosers_of(kinds), "interleaved_indexer": interleaved}
+
+    def attention(self) -> dict[str, Weight]:
+        names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+        theirs = "self_attn.indexer"
+        return {
+            **super().attention(),
+            **{f"self_attention.core_attention.indexer.{name}": Plain(names=(f"{theirs}.{name}",)) for name in names},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmMoeDsa(DeepseekV32):
+    """GLM-5. Its indexer embeds positions in neighbouring features; transformers 5.12 does it in halves, 5.17 not."""
+
+    interleaved_indexer = True

@@ -78,6 +78,16 @@ class Qwen3Moe(Family):
         return Qwen3Moe
 
 
+class Qwen3Next(Family):
+    """Qwen3-Next."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.linear import Qwen3Next
+
+        return Qwen3Next
+
+
 class Glm4Moe(Family):
     """GLM-4.5, 4.6, 4.7."""
 
@@ -86,6 +96,26 @@ class Glm4Moe(Family):
         from slime_megatron.bridges.experts import Glm4Moe
 
         return Glm4Moe
+
+
+class GlmMoeDsa(Family):
+    """GLM-5."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import GlmMoeDsa
+
+        return GlmMoeDsa
+
+
+class DeepseekV32(Family):
+    """DeepSeek V3.2."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import DeepseekV32
+
+        return DeepseekV32
 
 
 class DeepseekV3(Family):

@@ -46,6 +46,17 @@ class Plain(Weight):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Swapped(Weight):
+    """The two halves of its columns change places."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tensors[0].chunk(2, dim=1)[::-1], dim=1)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        return [self.join([whole])]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qkv(Weight):
     """Query, key and value, by group: the group's queries, its key, its value."""
 
@@ -80,3 +91,44 @@ class GateUp(Weight):
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         pairs = [shard.chunk(2, 0) for shard in shards]
         return torch.cat([gate for gate, _ in pairs] + [up for _, up in pairs], 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedQkv(Qkv):
+    """As `Qkv`, with gates of the output behind the group's queries. The folder has each head's query and gate together."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        both = tensors[0].unflatten(0, (self.groups, self.queries_per_group, 2, self.head_dim))
+        k, v = (tensor.unflatten(0, (self.groups, 1, self.head_dim)) for tensor in tensors[1:])
+        return torch.cat([both[:, :, 0], both[:, :, 1], k, v], dim=1).flatten(0, 2)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        per_group = self.queries_per_group
+        grouped = whole.unflatten(0, (self.groups, 2 * per_group + 2, self.head_dim))
+        q, gate, k, v = grouped.split([per_group, per_group, 1, 1], dim=1)
+        return [
+            torch.stack([q, gate], dim=2).flatten(0, 3).contiguous(),
+            *(x.flatten(0, 2).contiguous() for x in (k, v)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHead(Weight):
+    """All rows of a head together, so that ranks share heads."""
+
+    heads: int
+    sections: tuple[tuple[int, ...], ...]
+    """Of each of the folder's tensors: rows a head in each of its parts, which stand one after the other for all heads."""
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        parts = [
+            part.unflatten(0, (self.heads, rows))
+            for tensor, sizes in zip(tensors, self.sections, strict=True)
+            for part, rows in zip(tensor.split([self.heads * rows for rows in sizes]), sizes, strict=True)
+        ]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def part(self, whole: Tensor) -> list[Tensor]:
+        sizes = [rows for of_tensor in self.sections for rows in of_tensor]
+        parts = iter(whole.unflatten(0, (self.heads, sum(sizes))).split(sizes, dim=1))
+        return [torch.cat([next(parts).flatten(0, 1) for _ in of_tensor]) for of_tensor in self.sections]

@@ -1,13 +1,13 @@
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
-Everywhere: two more actions of /weights_checker, and checks before weights are loaded from a folder of slime's. On a
-CPU, where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that
-somebody else started has none of this.
+Everywhere: two more actions of /weights_checker, checks before weights are loaded from a folder of slime's, and no bias
+that nobody trained in the head of a reward model. On a CPU, where they are missing: the three parts that sampling by seed
+needs, and memory for expert ids. A server that somebody else started has none of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOAD: Final = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 LOOKED_UP: Final = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -37,6 +38,7 @@ def register_hooks(*, on_cpu: bool) -> None:
     HookRegistry.register(f"{UPDATER}.update_weights_from_disk", load_from_disk, HookType.AROUND)
     for other in ("tensor", "distributed"):
         HookRegistry.register(f"{UPDATER}.update_weights_from_{other}", forget_base, HookType.AROUND)
+    HookRegistry.register(LOAD, clear_bias, HookType.AROUND)
     if on_cpu:
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
@@ -64,6 +66,25 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
         "per_gpu_checksum": overall,
         "parallelism_info": parallelism.model_dump(),
     }
+
+
+def clear_bias(
+    original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
+) -> None:
+    """The heads of SGLang's Qwen2 and Qwen3 classifiers have a bias. Models are published without one, and what their
+    folder lacks would stay as it was drawn: another constant in the scores of every server."""
+    names: set[str] = set()
+
+    def seen() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            names.add(name)
+            yield name, tensor
+
+    original(model, seen(), *args, **kwargs)
+    bias = getattr(getattr(model, "score", None), "bias", None)
+    if isinstance(bias, torch.Tensor) and not any(name.endswith("score.bias") for name in names):
+        with torch.no_grad():
+            bias.zero_()
 
 
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from slime_sglang.transports.delta_code import Planes
     from slime_sglang.transports.folder import FileEntry, Manifest
 
 CAN_VERIFY: Final = "slime_loading"
 """Action of /weights_checker that answers where these functions are hooked in."""
+READERS: Final = 4
+"""Buckets of a delta that are read at the same time."""
 WRONG_BASE: Final = "a delta to other weights than are held"
 """The refusal of a delta: nothing was changed."""
 BASE: Final = "slime_weights_identity"
@@ -40,9 +46,10 @@ def load_from_disk(
             setattr(model, BASE, None)
             loaded, message = original(updater, model_path, load_format, *args, **kwargs)
         else:
-            contents = [checked(folder, manifest, number) for number in range(len(manifest.buckets))]
+            with ThreadPoolExecutor(READERS) as readers:
+                changes = list(readers.map(partial(checked, folder, manifest), range(len(manifest.buckets))))
             setattr(model, BASE, None)
-            apply(model, manifest.buckets, contents)
+            apply(model, manifest.buckets, changes)
             loaded, message = True, f"Applied the delta to version {manifest.version}."
     except (DamagedWeights, OSError, ValueError, KeyError) as error:
         return False, f"{type(error).__name__}: {error}"
@@ -57,9 +64,11 @@ def forget_base(original: Callable[..., Any], updater: Any, *args: Any, **kwargs
     return original(updater, *args, **kwargs)
 
 
-def checked(folder: Path, manifest: Manifest, number: int) -> bytes:
+def checked(folder: Path, manifest: Manifest, number: int) -> Planes:
+    """What has changed in a bucket. DamagedWeights, or ValueError, if its file is not what was written."""
     import xxhash
 
+    from slime_sglang.transports.delta_code import decompress
     from slime_sglang.transports.folder import DamagedWeights
 
     entry = manifest.buckets[number]
@@ -70,10 +79,10 @@ def checked(folder: Path, manifest: Manifest, number: int) -> bytes:
             f"bucket {number} of version {manifest.version} ({folder / entry.file}) is damaged: checksum "
             f"{entry.checksum} was written, its bytes have {found}"
         )
-    return content
+    return decompress(content, entry.parts)
 
 
-def apply(model: Any, entries: Sequence[FileEntry], contents: Sequence[bytes]) -> None:
+def apply(model: Any, entries: Sequence[FileEntry], changes: Sequence[Planes]) -> None:
     """The model's own loader knows where a tensor's elements belong, however they are fused, split and sharded. It is
     given whole tensors that are NaN where nothing has changed; there the parameters get their old values back.
 
@@ -87,8 +96,8 @@ def apply(model: Any, entries: Sequence[FileEntry], contents: Sequence[bytes]) -
         raise ValueError(f"deltas cannot be applied to quantised weights such as {narrow[0]}")
     device = next(iter(parameters.values())).device
     with torch.no_grad():
-        for entry, content in zip(entries, contents, strict=True):
-            tensors = list(changed_tensors(entry, content, device))
+        for entry, planes in zip(entries, changes, strict=True):
+            tensors = list(changed_tensors(entry, planes, device))
             for layer, named in groupby(tensors, key=lambda item: layer_of(item[0])):
                 own = {name: p for name, p in parameters.items() if name.startswith(layer)} or parameters
                 before = {name: parameter.clone() for name, parameter in own.items()}
@@ -100,19 +109,18 @@ def apply(model: Any, entries: Sequence[FileEntry], contents: Sequence[bytes]) -
                 raise ValueError(f"the delta could not be applied to {name}")
 
 
-def changed_tensors(entry: FileEntry, content: bytes, device: Any) -> Iterator[tuple[str, Tensor]]:
+def changed_tensors(entry: FileEntry, planes: Planes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Those with a changed element, NaN where none has."""
     import torch
 
-    from slime_sglang.transports.delta_code import BITS, decode
+    from slime_sglang.transports.delta_code import BITS, changed
 
     dtypes = [getattr(torch, dtype) for dtype in entry.dtypes]
     ends: list[int] = []
     for dtype, shape in zip(dtypes, entry.shapes, strict=True):
         ends.append((ends[-1] if ends else 0) + dtype.itemsize * torch.Size(shape).numel())
     starts = [0, *ends[:-1]]
-    for width, start, end, positions, values in decode(content, entry.parts, dtypes, ends):
-        positions, values = positions.to(device), values.to(device)
+    for width, start, end, positions, values in changed(planes, dtypes, ends, device):
         for name, dtype, shape, first, last in zip(entry.names, dtypes, entry.shapes, starts, ends, strict=True):
             if dtype.itemsize != width or first == last or not start <= first < end:
                 continue

@@ -1,17 +1,15 @@
 """The code of deltas: which elements of a bucket have changed, and to what.
 
 Elements are compared bit by bit. Positions are coded as distances from one to the next, both they and the values byte
-plane by byte plane, compressed by zstd.
+plane by byte plane, compressed by zstd. What goes through every element runs on the device that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import zstandard
 from torch import Tensor
@@ -20,6 +18,11 @@ from slime_sglang.transports.flat import FlatBucket
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype whose comparison is one of bits."""
+THREADS: Final = 4
+"""That compress one part together."""
+
+Planes: TypeAlias = "list[tuple[Tensor, Tensor]]"
+"""For each run of equal width, with N changed elements: distances (4, N) and values (width, N) as uint8 on the host."""
 
 
 def runs(dtypes: Sequence[torch.dtype], ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -31,49 +34,66 @@ def runs(dtypes: Sequence[torch.dtype], ends: Sequence[int]) -> Iterator[tuple[i
         start = end
 
 
-def encode(held: Tensor, bucket: FlatBucket, *, level: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The delta from `held` (bytes,) on the host to the bucket, and the sizes of its parts. Brings `held` up to date."""
-    compressor = zstandard.ZstdCompressor(level=level)
-    content = bytearray()
-    parts = []
+def compare(held: Tensor, bucket: FlatBucket) -> Planes:
+    """From `held` (bytes,) on the host to the bucket. Brings `held` up to date."""
+    found: Planes = []
     for width, start, end in runs(bucket.dtypes, bucket.ends):
-        before = held[start:end].view(BITS[width])
         after = bucket.data[start:end].view(BITS[width])
-        positions = (before.to(after.device) != after).nonzero().flatten()
-        values = after[positions].cpu()
-        positions = positions.cpu()
-        before[positions] = values
-        steps = np.diff(positions.numpy(), prepend=0).astype("<u4")
-        coded = [compressor.compress(planes(steps)), compressor.compress(planes(values.numpy()))]
-        parts.append((len(coded[0]), len(coded[1])))
-        content += b"".join(coded)
-    return bytes(content), parts
+        before = held[start:end].view(BITS[width]).to(after.device, non_blocking=True)
+        positions = (before != after).nonzero().flatten()
+        steps = positions.diff(prepend=positions.new_zeros(1)).to(torch.int32)
+        found.append((planes(steps), planes(after[positions])))
+    held.copy_(bucket.data)
+    return found
 
 
-def decode(
-    content: bytes, parts: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], ends: Sequence[int]
-) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-    """(bytes of an element, start, end, positions from `start` in elements, values as integers) of each run. Raises
-    ValueError for what `encode` has not written."""
+def compress(changes: Planes, *, level: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """The delta, and the sizes of its parts."""
+    compressor = zstandard.ZstdCompressor(level=level, threads=THREADS)
+    coded = [[compressor.compress(part.numpy().data) for part in run] for run in changes]
+    return b"".join(part for run in coded for part in run), [(len(steps), len(values)) for steps, values in coded]
+
+
+def decompress(content: bytes, parts: Sequence[tuple[int, int]]) -> Planes:
+    """Raises ValueError for what `compress` has not written."""
     decompressor = zstandard.ZstdDecompressor()
-    place = 0
-    for (width, start, end), (steps_size, values_size) in zip(runs(dtypes, ends), parts, strict=True):
-        try:
-            steps = decompressor.decompress(content[place : place + steps_size])
-            place += steps_size
-            values = decompressor.decompress(content[place : place + values_size])
-            place += values_size
-        except zstandard.ZstdError as error:
-            raise ValueError(f"not a delta: {error}") from error
-        positions = np.cumsum(joined(steps, 4).view("<u4"), dtype=np.int64)
-        found = joined(values, width).view("u1" if width == 1 else f"<i{width}")
-        yield width, start, end, torch.from_numpy(positions), torch.from_numpy(found)
+    view, place = memoryview(content), 0
+    found = []
+    for sizes in parts:
+        run = []
+        for size in sizes:
+            try:
+                length = zstandard.frame_content_size(view[place : place + size])
+                data = torch.empty(max(length, 0), dtype=torch.uint8)
+                with decompressor.stream_reader(view[place : place + size]) as reader:
+                    read = reader.readinto(data.numpy().data) if length > 0 else 0
+            except zstandard.ZstdError as error:
+                raise ValueError(f"not a delta: {error}") from error
+            if read != length:
+                raise ValueError(f"not a delta: {read} bytes where {length} should be")
+            run.append(data)
+            place += size
+        steps, values = run
+        count = len(steps) // 4
+        found.append((steps.view(4, count), values.view(-1, count) if count else values.view(1, 0)))
+    return found
 
 
-def planes(numbers: npt.NDArray[np.generic]) -> bytes:
-    return numbers.view(np.uint8).reshape(len(numbers), -1).T.tobytes() if len(numbers) else b""
+def changed(
+    planes: Planes, dtypes: Sequence[torch.dtype], ends: Sequence[int], device: torch.device
+) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+    """(bytes of an element, start, end, positions from `start` in elements, values as integers) of each run."""
+    for (width, start, end), (steps, values) in zip(runs(dtypes, ends), planes, strict=True):
+        # Distances are unsigned.
+        distances = joined(steps, 4, device).to(torch.int64) & 0xFFFFFFFF
+        yield width, start, end, distances.cumsum(0), joined(values, width, device)
 
 
-def joined(content: bytes, width: int) -> npt.NDArray[np.uint8]:
-    """(elements * width,)."""
-    return np.frombuffer(content, np.uint8).reshape(width, -1).T.flatten()
+def planes(numbers: Tensor) -> Tensor:
+    """(N,) to (bytes of an element, N)."""
+    return numbers.view(torch.uint8).view(len(numbers), numbers.element_size()).T.contiguous().cpu()
+
+
+def joined(planes: Tensor, width: int, device: torch.device) -> Tensor:
+    """(width, N) to (N,) of `width` bytes each."""
+    return planes.to(device).T.flatten().contiguous().view(BITS[width])

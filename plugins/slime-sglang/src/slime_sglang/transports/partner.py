@@ -24,7 +24,7 @@ from torch import Tensor
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
 from slime_sglang.server.loading import WRONG_BASE
-from slime_sglang.transports.delta_code import BITS, decode
+from slime_sglang.transports.delta_code import BITS, changed, decompress
 from slime_sglang.transports.flat import FlatBucket, flatten
 from slime_sglang.transports.folder import DamagedWeights, Manifest, read_manifest, verify_whole
 
@@ -129,7 +129,9 @@ class Partner:
         if xxhash.xxh3_64_hexdigest(content) != entry.checksum:
             raise DamagedWeights(f"bucket {number} is damaged")
         bucket: FlatBucket = flatten([(name, self._held[name]) for name in entry.names], index=0, last=False)
-        for width, start, end, positions, values in decode(content, entry.parts, bucket.dtypes, bucket.ends):
+        for width, start, end, positions, values in changed(
+            decompress(content, entry.parts), bucket.dtypes, bucket.ends, bucket.data.device
+        ):
             bucket.data[start:end].view(BITS[width])[positions] = values
         return dict(bucket.tensors())
 

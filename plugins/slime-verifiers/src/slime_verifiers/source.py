@@ -1,0 +1,95 @@
+"""TaskSource: the tasks of a taskset as prompts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import verifiers.v1 as vf
+import xxhash
+
+from slime_core.buffer.order import EpochOrder
+from slime_core.contracts.source import DataSource, Renderer
+from slime_core.errors import CheckpointError, ConfigError, DataError
+from slime_core.types.prompt import Prompt
+from slime_verifiers.library import load_taskset
+
+if TYPE_CHECKING:
+    from slime_verifiers.plugin import VerifiersTasksConfig
+
+TASK: Final = "task"
+"""Of a prompt's metadata: the task's data, by which the environment knows it again. `taskset` is beside it."""
+
+
+class TaskSource(DataSource):
+    """All tasks are loaded at the start. Their prompts show what a task asks; what the model reads in the end is decided by
+    the environment."""
+
+    def __init__(self, config: VerifiersTasksConfig, renderer: Renderer, *, seed: int) -> None:
+        self._renderer = renderer
+        self._seed = seed
+        self._id = config.taskset["id"]
+        taskset = load_taskset(config.taskset, config.folder)
+        if config.limit is None and not taskset.bounded:
+            raise ConfigError(f'data.taskset = "{self._id}": its tasks never end; say how many with data.limit.')
+        tasks = list(itertools.islice(taskset, config.limit))
+        self._rows = [self._row(task) for task in tasks]
+        self._usable = [n for n in range(len(tasks)) if renderer.accepts(self._rendered(n, group_index=0))]
+        if not self._usable:
+            what = "are too long (rollout_max_prompt_len)" if tasks else "are none"
+            raise DataError(f'data.taskset = "{self._id}": of {len(tasks)} tasks, there {what}.')
+        self._order = EpochOrder(len(self._usable), seed=seed, stream=0, shuffle=config.rollout_shuffle)
+        self._is_shuffled = config.rollout_shuffle
+        self._next_group_index = 0
+
+    def _row(self, task: vf.Task[Any, Any, Any]) -> Mapping[str, Any]:
+        data = task.data.model_dump(mode="json", exclude_none=True)
+        # Of those whose user opens the conversation, what the agents are told.
+        shown = data.get("prompt") or data.get("system_prompt") or task.data.name or self._id
+        label = data.get("answer")
+        return {"input": shown, "label": label, "metadata": {"taskset": self._id, TASK: data}}
+
+    def _rendered(self, number: int, *, group_index: int) -> Prompt:
+        origin = f"{self._id}, task {number}"
+        return self._renderer.render(self._rows[number], group_index=group_index, origin=origin)
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        return [self._draw() for _ in range(num_prompts)]
+
+    def _draw(self) -> Prompt:
+        prompt = self._rendered(self._usable[self._order.next_row()], group_index=self._next_group_index)
+        self._next_group_index += 1
+        return prompt
+
+    def state(self) -> Mapping[str, Any]:
+        return {
+            "fingerprint": self.fingerprint(),
+            "seed": self._seed,
+            "epoch": self._order.epoch,
+            "offset": self._order.offset,
+            "next_group_index": self._next_group_index,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if (state.get("fingerprint"), state.get("seed")) != (self.fingerprint(), self._seed):
+            raise CheckpointError(
+                f'data.taskset = "{self._id}": its tasks, its options or the seed are not those of the checkpoint. Put them '
+                "back, or start a new run."
+            )
+        self._order.epoch = state["epoch"]
+        self._order.offset = state["offset"]
+        self._next_group_index = state["next_group_index"]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._usable)
+
+    def fingerprint(self) -> str:
+        told = json.dumps([self._id, self._rows, self._is_shuffled], sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(told.encode())
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {"rollout/data/num_too_long": len(self._rows) - len(self._usable)}

@@ -1,0 +1,47 @@
+"""What can be said before the library is imported."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from slime_core.errors import PluginError
+from slime_verifiers.plugin import Verifiers, VerifiersTasks, VerifiersTasksConfig
+
+ENV = {"taskset": {"id": "gsm8k"}}
+
+
+def version_is(monkeypatch, version):
+    def told(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", told)
+
+
+def test_a_library_that_is_not_installed_is_told_with_what_to_type(monkeypatch):
+    version_is(monkeypatch, None)
+    for driver, options in ((Verifiers, {"env": ENV}), (VerifiersTasks, ENV)):
+        with pytest.raises(PluginError, match=r'not installed here: pip install "slime-verifiers\[verifiers\]"'):
+            driver.build(driver.Config(**options))
+
+
+def test_another_version_is_refused(monkeypatch):
+    version_is(monkeypatch, "0.1.14")
+    with pytest.raises(PluginError, match=r"verifiers 0\.1\.14 is installed, and <0\.5,>=0\.4 is wanted"):
+        VerifiersTasks.build(VerifiersTasksConfig(**ENV))
+
+
+def test_a_taskset_needs_a_name():
+    for driver, options in ((Verifiers, {"env": {}}), (VerifiersTasks, {"taskset": {}})):
+        with pytest.raises(ValidationError, match="needs an id"):
+            driver.Config(**options)
+
+
+def test_the_plugin_and_its_package_import_nothing_of_it():
+    code = "import sys, slime_verifiers.plugin; print([m for m in ('verifiers', 'openai') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

@@ -1,0 +1,155 @@
+"""Engines of a model that is not trained: who serves now, and what happens to who asks when one is lost."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_core.batch.assemble import assemble
+from slime_core.contracts.engine import EngineInfo
+from slime_core.contracts.reward import ServedModel
+from slime_core.errors import EngineError
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.scorer import EngineScorer
+from slime_core.rollout.served_engines import ServedEngines
+from slime_core.testing.groups import group_of
+
+
+class Engine:
+    def __init__(self):
+        self.well = True
+
+    async def call(self, method, *args):
+        assert method == "health"
+        if not self.well:
+            raise EngineError("it is gone")
+
+
+def info(port):
+    return EngineInfo(capabilities=frozenset(), address=f"http://127.0.0.1:{port}", token="t")
+
+
+def served(*ports):
+    return tuple(ServedModel(url=f"http://127.0.0.1:{port}", token="t", model_path="/judge") for port in ports)
+
+
+@pytest.fixture
+def engines():
+    return [Engine(), Engine()]
+
+
+@pytest.fixture
+def served_engines(engines):
+    return ServedEngines(EngineClient(engines, concurrency=1), [info(1), info(2)], Path("/judge"), first_index=4)
+
+
+async def test_well_ones_have_not_changed(served_engines):
+    assert await served_engines.servers() == served(1, 2)
+    assert not await served_engines.changed(served(1, 2))
+
+
+async def test_a_lost_one_serves_no_longer_and_another_takes_its_place(engines, served_engines):
+    lost = []
+    served_engines.client.watch(lambda index, error, redispatched: lost.append(index))
+    engines[1].well = False
+    assert await served_engines.changed(served(1, 2))
+    assert lost == [1]
+    assert await served_engines.servers() == served(1)
+    # Whoever had asked both finds out without another look.
+    engines[0].well = False
+    assert await served_engines.changed(served(1, 2))
+    assert lost == [1]
+    waiting = asyncio.create_task(served_engines.changed(served(1)))
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "nobody serves"
+    assert lost == [1, 0]
+    served_engines.replaced(5, info(9))
+    served_engines.client.admit(1, Engine())
+    assert await waiting
+    assert await served_engines.servers() == served(9)
+
+
+async def test_ones_that_nobody_watches_end_the_run(engines, served_engines):
+    engines[0].well = False
+    with pytest.raises(EngineError, match="it is gone"):
+        await served_engines.changed(served(1, 2))
+
+
+async def test_ones_that_do_not_come_back(engines, served_engines):
+    def fail(index, error, redispatched):
+        if index == 1:
+            served_engines.client.fail(EngineError("lost again after 3 restarts"))
+
+    served_engines.client.watch(fail)
+    for engine in engines:
+        engine.well = False
+    with pytest.raises(EngineError, match="lost again"):
+        await served_engines.changed(served(1, 2))
+
+
+class Teacher:
+    """Says of each token that its log-prob is -token."""
+
+    def __init__(self, fails=0):
+        self.fails = fails
+        self.asked = 0
+
+    async def call(self, method, sequences, counts):
+        assert method == "score"
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self.fails:
+            self.fails -= 1
+            raise ConnectionError("it is gone")
+        return [
+            -tokens[len(tokens) - count :].astype(np.float32) for tokens, count in zip(sequences, counts, strict=True)
+        ]
+
+
+def scorer(*teachers, max_losses=3):
+    engines = ServedEngines(EngineClient(teachers, concurrency=1), [info(1)] * len(teachers), Path("/t"), first_index=2)
+    return EngineScorer("teacher", engines, max_losses=max_losses), engines.client
+
+
+BATCH = assemble([group_of(["a" * (n % 7), "b" * (n % 5 + 1)], rewards=[1.0, 0.0], group_index=n) for n in range(80)])
+
+
+def said_by_hand():
+    return np.concatenate([-(5.0 + np.arange(count)) for count in BATCH.response_length])
+
+
+async def test_what_a_lost_teacher_was_asked_is_asked_of_another():
+    gone, well = Teacher(fails=1), Teacher()
+    scoring, client = scorer(gone, well)
+    lost = []
+    client.watch(lambda index, error, redispatched: lost.append((index, str(error))))
+    assert (await scoring.log_probs(BATCH)).tolist() == said_by_hand().tolist()
+    assert lost == [(0, "it is gone")]
+    # Three messages of at most 64 samples, and the lost one again.
+    assert gone.asked + well.asked == 4
+
+
+async def test_the_only_teacher_is_waited_for():
+    gone = Teacher(fails=9)
+    scoring, client = scorer(gone)
+    client.watch(lambda index, error, redispatched: None)
+    waiting = asyncio.create_task(scoring.log_probs(BATCH))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    client.admit(0, Teacher())
+    assert (await waiting).tolist() == said_by_hand().tolist()
+
+
+async def test_a_teacher_that_is_lost_too_often_or_not_watched():
+    scoring, _ = scorer(Teacher(fails=1))
+    with pytest.raises(ConnectionError, match="it is gone"):
+        await scoring.log_probs(BATCH)
+    scoring, client = scorer(Teacher(fails=9), max_losses=1)
+
+    def replace_by_the_same(index, error, redispatched):
+        asyncio.get_running_loop().call_soon(client.admit, 0, Teacher(fails=9))
+
+    client.watch(replace_by_the_same)
+    with pytest.raises(EngineError, match=r"engines.teacher: \d+ sequences were lost 2 times"):
+        await scoring.log_probs(BATCH)
