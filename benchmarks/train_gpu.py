@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from slime_core import groups
 from slime_core.batch.flops import ModelShape
@@ -58,6 +58,34 @@ SHAPES = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "small-moe": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 768,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "tiny-moe": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "vocab_size": 500,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -76,8 +104,9 @@ PEAK_FLOPS = 989e12
 def write_model(folder: Path, shape: str, device: str) -> None:
     torch.manual_seed(0)
     with torch.device(device):
+        kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else Qwen3Config
         model = AutoModelForCausalLM.from_config(
-            Qwen3Config(**SHAPES[shape], max_position_embeddings=131072), dtype=torch.bfloat16
+            kind(**SHAPES[shape], max_position_embeddings=131072), dtype=torch.bfloat16
         )
     model.save_pretrained(folder)
 

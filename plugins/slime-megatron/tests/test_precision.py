@@ -78,6 +78,11 @@ def test_moments_in_bfloat16(place):
 def test_moments_are_refused_where_there_are_none(place):
     with pytest.raises(ConfigError, match="no moments"), opened(backend(exp_avg_dtype="bf16"), place):
         pass
+    with (
+        pytest.raises(ConfigError, match="everything is on the host"),
+        opened(backend(optimizer_cpu_offload=True), place),
+    ):
+        pass
     told = Megatron.problems(
         Megatron.Config(exp_avg_dtype="bf16", optimizer_cpu_offload=True), 1, {"model_type": "qwen3"}
     )

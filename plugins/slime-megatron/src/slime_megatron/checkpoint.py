@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -36,6 +37,7 @@ from slime_core.training.random_state import random_state, restore_random_state
 from slime_core.training.rounded_adamw import RoundedAdamW
 from slime_core.training.written_files import check_sizes, on_all_ranks, sizes_of
 from slime_megatron.copies import Values, copied, put, replaced
+from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
 
 MANIFEST = "megatron.json"
@@ -157,7 +159,9 @@ def make_state(optimizer: MegatronOptimizer) -> None:
         part.init_state_fn = fill_state
         if part.optimizer is not None:
             fill_state(part.optimizer)
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW):
+        if isinstance(part, DistributedOptimizer) and isinstance(
+            part.optimizer, (torch.optim.AdamW, HybridDeviceOptimizer)
+        ):
             # It loads every entry of a state, and saves all but the count.
             part._set_main_param_and_optimizer_states = with_count(part._set_main_param_and_optimizer_states)
     count_steps(optimizer, 1)
@@ -169,13 +173,15 @@ def with_count(put_state: Callable[[Any, dict[str, Any]], None]) -> Callable[[An
 
 def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
     for part in parts_of(optimizer):
-        if isinstance(part.optimizer, torch.optim.AdamW):
+        if isinstance(part.optimizer, (torch.optim.AdamW, HybridDeviceOptimizer)):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(steps_done))
 
 
 @torch.no_grad()
 def fill_state(optimizer: Any, config: Any = None) -> None:
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        fill_offloaded(optimizer)
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:
@@ -280,6 +286,9 @@ def read(
     loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
     put_model(chunks, loaded)
     optimizer.load_state_dict(loaded["optimizer"])
+    for part in parts_of(optimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            refresh_copies(part.optimizer)
     count_steps(optimizer, manifest.steps_done)
     trained = copied(tensors)
     copies: dict[str, Values] = {}

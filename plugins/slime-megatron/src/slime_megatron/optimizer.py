@@ -17,6 +17,7 @@ from slime_core.errors import ConfigError
 from slime_core.training.rounded_adamw import STORED, RoundedAdamW
 from slime_megatron.cpu import float_types_of_cuda
 from slime_megatron.model import Placement
+from slime_megatron.offload import as_plain_adamw, require_offload
 from slime_megatron.options import OPTIMIZER
 from slime_megatron.plugin import MegatronOptions, megatron_options
 
@@ -50,6 +51,9 @@ def make_optimizer(
         "fp16": placement.dtype == torch.float16,
         "params_dtype": placement.dtype,
     }
+    if fields.get("optimizer_cpu_offload"):
+        require_offload(fields, placement.device)
+        fields["optimizer_offload_fraction"] = 1.0
     try:
         record = MegatronOptimizerConfig(**fields)
     except (ValueError, AssertionError, TypeError) as error:
@@ -61,6 +65,8 @@ def make_optimizer(
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with float_types_of_cuda(parameters) if placement.device.type == "cpu" else nullcontext():
         optimizer = get_megatron_optimizer(record, list(chunks))
+    for part in parts_of(optimizer):
+        as_plain_adamw(part)
     if options.rounds_moments:
         for part in parts_of(optimizer):
             if part.optimizer is not None:

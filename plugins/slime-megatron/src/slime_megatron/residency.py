@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from slime_megatron.offload import move_main_weights
 from slime_megatron.optimizer import parts_of
 
 
@@ -17,7 +19,10 @@ def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, weights: boo
     if not buffers or any(buffer.grad_data.untyped_storage().size() for buffer in buffers):
         optimizer.zero_grad()
         for part in parts_of(optimizer):
-            part.offload_to_cpu()
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                move_main_weights(part.optimizer, torch.device("cpu"))
+            else:
+                part.offload_to_cpu()
     for buffer in buffers:
         if size := buffer.grad_data.untyped_storage().size():
             buffer.grad_bytes = size
@@ -49,7 +54,10 @@ def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, others: bo
             if not tensor.is_cuda:
                 tensor.data = tensor.data.to(device)
     for part in parts_of(optimizer) if others else ():
-        part.restore_from_cpu()
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            move_main_weights(part.optimizer, torch.device("cuda", device))
+        else:
+            part.restore_from_cpu()
 
 
 def buffers_of(chunks: Sequence[Any]) -> list[Any]:
