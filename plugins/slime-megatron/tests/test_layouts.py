@@ -61,6 +61,8 @@ BALANCED = {
 }
 SHARED = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2), "tp2-sp-cp2": (4, {**SP2, **CP2})}
 ALWAYS = {"qwen3-moe, balanced": ("qwen3-moe", BALANCED)}
+# States of a delta net are handed on in other pieces, and rounding grows with every one.
+WIDER = {"qwen3-next": 3}
 MODELS = {
     "qwen3-moe, balanced": SHARED,
     "qwen3": DENSE,
@@ -100,9 +102,10 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "layout"), [(family, name) for family, names in MODELS.items() for name in names])
 def test_it_trains_as_one_rank(made, family, layout):
+    tolerance = FLOAT32 * WIDER.get(family, 1)
     (one,), ranks = made(family).ranks("one"), made(family).ranks(layout)
-    assert_close("log-probs", joined(ranks, "log_probs"), one["scores"]["log_probs"], FLOAT32)
-    assert_close("entropies", joined(ranks, "entropy"), one["scores"]["entropy"], FLOAT32)
+    assert_close("log-probs", joined(ranks, "log_probs"), one["scores"]["log_probs"], tolerance)
+    assert_close("entropies", joined(ranks, "entropy"), one["scores"]["entropy"], tolerance)
 
     first, *others = ranks
     assert list(first["before"]) == list(one["before"])
@@ -115,7 +118,7 @@ def test_it_trains_as_one_rank(made, family, layout):
     assert scale > 1e-2
     for name, gradient in gradients(first).items():
         apart = float((gradient - expected[name]).abs().max())
-        assert apart <= FLOAT32 * scale, (
+        assert apart <= tolerance * scale, (
             f"the gradient of {name} is off by {apart:.3g}, where the largest is {scale:.3g}"
         )
 
