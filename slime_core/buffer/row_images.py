@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -24,15 +24,19 @@ LONGEST_PATH: Final = 4096
 """A longer string is no path."""
 
 
-def row_images(row: Mapping[str, Any], key: str, origin: str, folder: Path | None) -> tuple[Image, ...]:
-    """The images in column `key`: one, or a list. DataError names the row, and the image that cannot be read."""
+def entries(row: Mapping[str, Any], key: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """What the column holds, one or a list, each with its place for messages."""
     value = row.get(key)
     if value is None:
-        return ()
-    entries = value if isinstance(value, list | tuple) else [value]
+        return
+    for number, entry in enumerate(value if isinstance(value, list | tuple) else [value]):
+        yield f'{kind} {number} of "{key}"', entry
+
+
+def row_images(row: Mapping[str, Any], key: str, origin: str, folder: Path | None) -> tuple[Image, ...]:
+    """The images in column `key`: one, or a list. DataError names the row, and the image that cannot be read."""
     images = []
-    for number, entry in enumerate(entries):
-        place = f'{origin}: image {number} of "{key}"'
+    for place, entry in entries(row, key, f"{origin}: image"):
         data, name = encoded(entry, place, folder)
         images.append(read_image(data, f"{place}{name}"))
     return tuple(images)
@@ -43,13 +47,8 @@ def row_videos(
 ) -> tuple[Image, ...]:
     """The videos in column `key`: one, or a list; each a file, given as an image is, or its frames: a list of images, or an
     object with `frames` and `fps`. DataError names the row, and the video that cannot be read."""
-    value = row.get(key)
-    if value is None:
-        return ()
-    entries = value if isinstance(value, list | tuple) else [value]
     videos = []
-    for number, entry in enumerate(entries):
-        place = f'{origin}: video {number} of "{key}"'
+    for place, entry in entries(row, key, f"{origin}: video"):
         held = entry if isinstance(entry, Mapping) and "frames" in entry else {"frames": entry}
         if not isinstance(held["frames"], list | tuple):
             data, name = encoded(entry, place, folder)

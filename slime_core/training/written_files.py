@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
+
+
+@contextmanager
+def first_failure_alone() -> Iterator[None]:
+    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from error
 
 
 def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None, world_size: int) -> None:

@@ -18,11 +18,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
 from slime_core.training.random_state import restore_random_state
-from slime_core.training.written_files import check_sizes, on_all_ranks, sizes_of
+from slime_core.training.written_files import check_sizes, first_failure_alone, on_all_ranks, sizes_of
 from slime_fsdp.process import Ranks
 
 MANIFEST = "fsdp.json"
@@ -85,16 +84,6 @@ def single_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
-
-
-@contextmanager
-def first_failure_alone() -> Iterator[None]:
-    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
-    try:
-        yield
-    except CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))
-        raise failure from error
 
 
 def read_manifest(folder: Path) -> Manifest:

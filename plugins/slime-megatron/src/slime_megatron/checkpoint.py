@@ -7,8 +7,7 @@ each rank R, and `megatron.json`, written last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +29,11 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_core.errors import CheckpointError
 from slime_core.training.random_state import random_state, restore_random_state
 from slime_core.training.rounded_adamw import RoundedAdamW
-from slime_core.training.written_files import check_sizes, on_all_ranks, sizes_of
+from slime_core.training.written_files import check_sizes, first_failure_alone, on_all_ranks, sizes_of
 from slime_megatron.copies import Values, copied, put, replaced
 from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
@@ -109,16 +107,6 @@ def write_planned(
 ) -> None:
     with first_failure_alone():
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, process_group=group)
-
-
-@contextmanager
-def first_failure_alone() -> Iterator[None]:
-    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
-    try:
-        yield
-    except CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))
-        raise failure from error
 
 
 def model_state(chunks: Sequence[Any]) -> dict[str, Any]:
