@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from slime_core.config.bound import BoundEngines, BoundRun, Part
-from slime_core.contracts.backend import RoutingReplay
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup
+from slime_core.config.bound import BoundEngines, BoundRun
+from slime_core.contracts.engine import Capability, EngineInfo
 from slime_core.contracts.middleware import RouterMiddleware
+from slime_core.engine_specs import EngineSpecs
 from slime_core.errors import EngineError
 from slime_core.launch.launcher import Launcher
-from slime_core.materials import Materials
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.scorer import EngineScorer
 from slime_core.rollout.seat import EngineHandle
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine import EngineWorkerSpec
 
 
@@ -39,12 +36,8 @@ class StartedEngines:
 
 
 async def start_engines(
-    run: BoundRun,
-    materials: Materials,
+    specs: EngineSpecs,
     launcher: Launcher,
-    agreement: Agreement,
-    device: str,
-    run_dir: Path,
     middlewares: Mapping[str, RouterMiddleware],
     with_engine: bool,
     first: asyncio.Task[Any] | None,
@@ -53,100 +46,42 @@ async def start_engines(
     before."""
     if first is not None:
         await asyncio.wait({first})
-    config = run.config
-    limit = materials.model_config.get("max_position_embeddings") or 2**20
-    on: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
-
-    def specs(
-        engine: Part,
-        model: Path,
-        indices: range,
-        num_devices: int,
-        *,
-        first_place: int = 0,
-        devices_before: int = 0,
-        offload: bool = False,
-        routed_experts: bool = False,
-        true_on_policy: bool = False,
-        reward_model: bool = False,
-    ) -> list[EngineWorkerSpec]:
-        return [
-            EngineWorkerSpec(
-                agreement=agreement,
-                engine=engine.spec(),
-                setup=EngineSetup(
-                    index=index,
-                    place=first_place + index - indices.start,
-                    model_path=model,
-                    device=on,
-                    seed=config.seed + index,
-                    max_context_len=min(limit, config.rollout.rollout_max_context_len or limit),
-                    max_batch=config.rollout.concurrency,
-                    run_dir=run_dir,
-                    trust_remote_code=config.model.trust_remote_code,
-                    num_devices=num_devices,
-                    first_device=devices_before + (index - indices.start) * num_devices,
-                    num_nodes=config.launcher.nodes_of(num_devices),
-                    offload=offload,
-                    routed_experts=routed_experts,
-                    true_on_policy=true_on_policy,
-                    reward_model=reward_model,
-                ),
-            )
-            for index in indices
-        ]
-
-    def of_row(row: BoundEngines, *, reward_model: bool = False) -> list[EngineWorkerSpec]:
-        of_policy, before = config.launcher.num_engines, run.served[: run.served.index(row)]
-        start = of_policy + sum(other.num_engines for other in before)
-        devices = of_policy * config.launcher.rollout_num_gpus_per_engine
-        return specs(
-            row.engine,
-            row.model_path,
-            range(start, start + row.num_engines),
-            row.num_devices,
-            # Without options of its own its servers are listed behind the policy's.
-            first_place=start if row.engine is run.engine else 0,
-            devices_before=devices + sum(other.num_engines * other.num_devices for other in before),
-            reward_model=reward_model,
-        )
-
-    def client_of(engines: Sequence[EngineHandle], through: Mapping[str, RouterMiddleware]) -> EngineClient:
-        return EngineClient(
-            engines,
-            concurrency=config.rollout.concurrency,
-            middlewares=list(through.values()),
-            max_losses=config.rollout.max_retries,
-            call_limit_s=config.rollout.engine_call_timeout,
-        )
-
-    async def served(row: BoundEngines, of_model: Sequence[EngineWorkerSpec]) -> ServedEngines:
-        engines, infos = await launcher.start_engines(of_model)
-        require_address(of_model, infos)
-        return ServedEngines(client_of(engines, {}), infos, row.model_path, first_index=of_model[0].setup.index)
-
+    run = specs.run
     client, teacher, reward = None, None, None
     if with_engine:
-        of_policy = specs(
-            run.engine,
-            Path(config.model.hf_checkpoint),
-            range(config.launcher.num_engines),
-            config.launcher.rollout_num_gpus_per_engine,
-            offload=config.launcher.offloads_rollout(device),
-            routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
-            true_on_policy=run.algo.keys.true_on_policy_mode,
-        )
+        of_policy = specs.of_policy()
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)
-        if config.data.multimodal_keys:
+        if run.config.data.multimodal_keys:
             require_images(of_policy, infos)
         require_experts(of_policy, infos)
-        client = client_of(engines, middlewares)
-    if (row := run.teacher) is not None:
-        teacher = EngineScorer(row.name, await served(row, of_row(row)), max_losses=config.rollout.max_retries)
-    if (row := run.reward_model) is not None:
-        reward = await served(row, of_row(row, reward_model=True))
+        client = client_of(run, engines, middlewares)
+    if run.teacher is not None:
+        served = await start_served(specs, run.teacher, launcher)
+        teacher = EngineScorer(run.teacher.name, served, max_losses=run.config.rollout.max_retries)
+    if run.reward_model is not None:
+        reward = await start_served(specs, run.reward_model, launcher)
     return StartedEngines(policy=client, teacher=teacher, reward=reward)
+
+
+async def start_served(specs: EngineSpecs, row: BoundEngines, launcher: Launcher) -> ServedEngines:
+    of_row = specs.of_row(row)
+    engines, infos = await launcher.start_engines(of_row)
+    require_address(of_row, infos)
+    return ServedEngines(client_of(specs.run, engines, {}), infos, row.model_path, first_index=of_row[0].setup.index)
+
+
+def client_of(
+    run: BoundRun, engines: Sequence[EngineHandle], middlewares: Mapping[str, RouterMiddleware]
+) -> EngineClient:
+    rollout = run.config.rollout
+    return EngineClient(
+        engines,
+        concurrency=rollout.concurrency,
+        middlewares=list(middlewares.values()),
+        max_losses=rollout.max_retries,
+        call_limit_s=rollout.engine_call_timeout,
+    )
 
 
 def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,9 @@ from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.backend import RoutingReplay
-from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
-from slime_core.contracts.transport import EngineLink
+from slime_core.engine_specs import EngineSpecs
 from slime_core.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.errors import CheckpointError, ConfigError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
@@ -40,20 +39,17 @@ from slime_core.learner import Learner, LearnerPlan
 from slime_core.manifest import build_manifest
 from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
-from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.recorded import PoolRecord
 from slime_core.rollout.rewards import RewardPool
 from slime_core.rollout.scoring import ScoringPlan
-from slime_core.rollout.seat import EngineHandle
-from slime_core.rollout.served_engines import ServedEngines
-from slime_core.rollout.supervisor import Admit, EngineSupervisor, HealthRules, Resync
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.session import Session, read_ahead
 from slime_core.storage import storage_errors
+from slime_core.supervision import supervisors
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
@@ -166,15 +162,16 @@ async def assemble_session(
     with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
     middlewares = build_middlewares(run)
+    specs = EngineSpecs(
+        run=run, agreement=agreement, device=device, run_dir=folder.path, model_config=materials.model_config
+    )
     generators = build_generators(run, stack) if with_engine else {}
     try:
         async with asyncio.TaskGroup() as starting:
             trainers_task = starting.create_task(start_trained(run, materials, launcher, agreement, device, folder))
             # An engine that shares devices takes what is left of them: the trainers are asleep by then.
             first = trainers_task if config.launcher.colocate else None
-            engines_task = starting.create_task(
-                start_engines(run, materials, launcher, agreement, device, folder.path, middlewares, with_engine, first)
-            )
+            engines_task = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first))
             for generator in generators.values():
                 starting.create_task(generator.open())
             for part in run.reward_parts:
@@ -271,47 +268,6 @@ async def start_trained(
     if run.config.rollout.debug_rollout_only:
         return {}
     return await start_roles(run, materials, launcher, agreement, device, folder.path)
-
-
-def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
-    """Who brings lost engines back."""
-
-    def of(
-        client: EngineClient,
-        restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
-        resync: Resync,
-        first: int,
-    ) -> EngineSupervisor:
-        return EngineSupervisor(
-            client,
-            HealthRules.of(session.run.config.rollout),
-            restart=restart,
-            resync=resync,
-            hooks=session.hooks,
-            run=session.event,
-            rollout_id=lambda: session.state.rollout_id,
-            counts=session.faults,
-            first=first,
-        )
-
-    found = []
-    if session.client is not None:
-        found.append(of(session.client, launcher.restart_engine, session.resync, 0))
-
-    async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
-        await admit(None)
-
-    for served in session.served_engines:
-        restart = partial(restart_served, launcher, served)
-        found.append(of(served.client, restart, bring_nothing, served.first_index))
-    return found
-
-
-async def restart_served(launcher: Launcher, served: ServedEngines, index: int) -> tuple[EngineHandle, EngineInfo]:
-    """See `Launcher.restart_engine`; whoever asks these engines finds the new one."""
-    engine, info = await launcher.restart_engine(index)
-    served.replaced(index, info)
-    return engine, info
 
 
 async def follow(session: Session, recorded: RecordedSchedule) -> None:

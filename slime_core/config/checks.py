@@ -6,8 +6,15 @@ import json
 from collections.abc import Callable
 
 from slime_core.config.bound import BoundRun
+from slime_core.config.engine_checks import (
+    colocation,
+    engines_over_nodes,
+    images,
+    reward_model,
+    routing_replay,
+    transport,
+)
 from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
-from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -189,28 +196,6 @@ def collector(run: BoundRun) -> list[str]:
     return list(run.collector.driver.problems(run.collector.config, run.config.rollout))
 
 
-def reward_model(run: BoundRun) -> list[str]:
-    """Who asks a reward model has one, and one that is there is asked."""
-    row, problems = run.reward_model, []
-    asking = [part for part in run.reward_parts if part.driver.asks_engines(part.config)]
-    if row is None:
-        return [
-            f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
-            "--engines.reward.load FOLDER, or where it is served already."
-            for part in asking
-        ]
-    if not asking:
-        problems.append("engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does.")
-    if Capability.HTTP not in row.engine.driver.may_offer:
-        problems.append(
-            f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Say --engines.reward.engine with one '
-            "that does."
-        )
-    if run.config.launcher.colocate:
-        problems.append("engines.reward, launcher.colocate = true: a reward model needs devices of its own.")
-    return problems
-
-
 def rewards(run: BoundRun) -> list[str]:
     if not run.rewards and run.algo.uses_rewards and not run.generate.driver.gives_rewards:
         return [
@@ -285,105 +270,6 @@ def sampling(run: BoundRun) -> list[str]:
     ]
 
 
-def routing_replay(run: BoundRun) -> list[str]:
-    asked, policy = run.routing_replay, run.roles[0]
-    if asked is None:
-        return []
-    key = {RoutingReplay.RECORDED: "use_routing_replay", RoutingReplay.ROLLOUT: "use_rollout_routing_replay"}[asked]
-    where, problems = f"train.{key} = true", []
-    if asked not in policy.backend.driver.replays:
-        others = sorted(policy.backend.driver.replays)
-        problems.append(
-            f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
-            "experts. Leave it out, or use a backend that does."
-        )
-    if asked is RoutingReplay.ROLLOUT:
-        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
-            problems.append(
-                f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
-                "the trainer's own choice, or use an engine that tells."
-            )
-        return problems
-    if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
-        problems.append(
-            f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
-            "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
-        )
-    if run.config.train.load_debug_train_data is not None:
-        problems.append(
-            f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
-        )
-    if run.config.train.on_nonfinite == "skip":
-        problems.append(
-            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
-            "where the choices of experts are. Leave one of them out."
-        )
-    return problems
-
-
-def transport(run: BoundRun) -> list[str]:
-    serves = run.engine.driver.transports
-    if run.transport is None:
-        return []
-    if run.transport.entry.name not in serves:
-        return [
-            f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
-        ]
-    return list(run.transport.driver.problems(run.transport.config, run.engine.config))
-
-
-def colocation(run: BoundRun) -> list[str]:
-    launcher, problems = run.config.launcher, []
-    if launcher.colocate and run.config.rollout.ahead:
-        problems.append(
-            f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
-            f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
-        )
-    if launcher.colocate and run.config.eval.eval_on_the_side:
-        problems.append(
-            "launcher.colocate = true, eval.eval_on_the_side = true: nothing generates while the trainer has the devices. "
-            "Leave one of them out."
-        )
-    if launcher.offload_rollout is not None and not launcher.colocate:
-        problems.append(
-            f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
-            "Say --colocate, or leave it out."
-        )
-    if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
-        problems.append(
-            f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
-        )
-    return problems
-
-
-def images(run: BoundRun) -> list[str]:
-    if not run.config.data.multimodal_keys:
-        return []
-    asked = f"data.multimodal_keys = {dict(run.config.data.multimodal_keys)}"
-    problems = [
-        f'{asked}: backend "{role.backend.name}" does not train models with images. Say --backend with one that does.'
-        for role in run.roles
-        if not role.backend.driver.takes_images
-    ]
-    if run.generates and Capability.IMAGES not in run.engine.driver.may_offer:
-        problems.append(f'{asked}: engine "{run.engine.name}" takes no images. Say --engine with one that does.')
-    elif (
-        run.generates
-        and Capability.VIDEOS not in run.engine.driver.may_offer
-        and "video" in run.config.data.multimodal_keys
-    ):
-        problems.append(
-            f'{asked}: engine "{run.engine.name}" takes images, and no videos. Say --engine with one that does, or give '
-            "frames as images."
-        )
-    if run.teacher is not None:
-        problems.append(
-            f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "
-            "--opd-teacher-load instead."
-        )
-    return list(dict.fromkeys(problems))
-
-
 def saved_aside(run: BoundRun) -> list[str]:
     if not run.config.checkpoint.async_save:
         return []
@@ -391,23 +277,6 @@ def saved_aside(run: BoundRun) -> list[str]:
         f'checkpoint.async_save = true: backend "{backend}" writes checkpoints only while it waits for them. Leave it out.'
         for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.stages)
     ]
-
-
-def engines_over_nodes(run: BoundRun) -> list[str]:
-    launcher, problems = run.config.launcher, []
-    engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
-    engines += [(f"engines.{row.name}.num_gpus_per_engine", row.engine, row.num_devices) for row in run.served]
-    for key, engine, num_devices in engines:
-        if launcher.nodes_of(num_devices) == 1:
-            continue
-        asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
-        if launcher.name == "local":
-            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
-        if not engine.driver.spans_nodes:
-            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
-        if num_devices % launcher.num_gpus_per_node:
-            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
-    return problems
 
 
 def local_launcher(run: BoundRun) -> list[str]:

@@ -36,7 +36,19 @@ LEVELS = [
         "weight_files",
     },
     {"loop", "evaluate", "plan"}
-    | {"engines", "learner", "materials", "roles", "rollout_only", "session", "startup", "summary", "convert"},
+    | {
+        "engine_specs",
+        "engines",
+        "learner",
+        "materials",
+        "roles",
+        "rollout_only",
+        "session",
+        "startup",
+        "summary",
+        "supervision",
+        "convert",
+    },
     {"cli", "testing"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
