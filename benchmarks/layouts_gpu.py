@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_gpu import PEAK_FLOPS, SHAPES, make_batch, num_parameters, write_model
+from train_gpu import PEAK_FLOPS, SHAPES, add_sequences, make_batch, num_parameters, write_model
 
 from slime_core import groups
 from slime_core.batch.pack import pack_micro_batch
@@ -322,10 +322,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="of the backend in every layout, as JSON")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=4, help="micro-batches of a step, over all ranks")
-    parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
-    parser.add_argument("--shortest", type=int, help="shortest sequence; by default three quarters of the longest")
-    parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
-    parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
+    add_sequences(parser)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--parity-steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2, help="more steps that are not timed")

@@ -37,6 +37,16 @@ from slime_core.objective.loss import TokenObjective
 from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 500,
+    "tie_word_embeddings": True,
+}
 SHAPES = {
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -72,30 +82,9 @@ SHAPES = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
-    "tiny-moe": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "vocab_size": 500,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 500,
-        "tie_word_embeddings": True,
-    },
+    "tiny": TINY,
+    "tiny-moe": TINY
+    | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in bfloat16."""
@@ -231,6 +220,14 @@ def num_parameters(folder: Path) -> int:
     return count
 
 
+def add_sequences(parser: argparse.ArgumentParser) -> None:
+    """What the packed sequences are like."""
+    parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
+    parser.add_argument("--shortest", type=int, help="shortest sequence; by default three quarters of the longest")
+    parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
+    parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -241,10 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
-    parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
-    parser.add_argument("--shortest", type=int, help="shortest sequence; by default three quarters of the longest")
-    parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
-    parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
+    add_sequences(parser)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=5, help="steps that are")
     asked = parser.parse_args()
