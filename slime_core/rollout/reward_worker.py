@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -45,10 +49,19 @@ class Scored:
 def start_worker(specs: Mapping[str, Servers], plugin_files: tuple[PluginFile, ...]) -> None:
     """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     for spec, servers in specs.items():
         # It says why when it is called; here it would only break the pool.
         with contextlib.suppress(Exception):
             build_reward(spec, servers, plugin_files)
+
+
+def end_with_parent() -> None:
+    """A run that is killed, or ended by a second Ctrl-C, cannot stop a worker that is in the middle of a reward."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 @functools.cache

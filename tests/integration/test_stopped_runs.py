@@ -169,11 +169,14 @@ def test_ctrl_c_while_evaluating(moody: TinyRun) -> None:
 def test_a_second_ctrl_c_ends_at_once(moody: TinyRun) -> None:
     plan(moody, "ctrl-c twice", 2)
     process = moody.start("run", "run.toml", *OPTIONS)
+    while process.poll() is None:
+        time.sleep(0.1)
+    # The reward would go on for a minute.
+    assert_gone(process)
     ended = moody.end(process)
     assert ended.code == 130
     assert "Traceback" not in ended.err
     assert moody.checkpoints() == ["step_1", "step_2"]
-    assert_gone(process)
 
 
 def assert_gone(process: subprocess.Popen[str]) -> None:
