@@ -1,7 +1,7 @@
 """What asynchrony and partial rollouts are worth on two GPUs: one trains, one generates with SGLang.
 
     python benchmarks/async_gpu.py --engine '{"attention_backend":"triton","sampling_backend":"pytorch"}'
-    python benchmarks/async_gpu.py --device cpu --shape tiny --groups 4 --concurrency 16 --median 16 --cap 64 --steps 4
+    python benchmarks/async_gpu.py --device cpu --shape tiny --groups 4 --concurrency 16 --median 16 --cap 64 --steps 6
 
 The real counterpart of simulated_rollout.py: GRPO runs of a random Qwen3 shape whose answers have forced lengths,
 log-normal (--median, --sigma, --cap tokens), drawn from the answer's number in the run, so that every run has the same;
@@ -9,7 +9,8 @@ a random model has no end token. --groups prompts of eight answers a step on --c
 `slime run` of its own: synchronous, one step ahead, three steps ahead with weights published in
 flight, and partial rollouts with twice the prompts in flight.
 
-Seconds per step are those of waiting, training and publishing, the mean over the steps after the first --settled. With G
+Seconds per step are those of waiting, training and publishing, the mean over the steps between the first --settled and the last
+AHEAD: a run that is ahead has nothing left to generate in its last steps, which are shorter for that. With G
 (seconds of collecting) and T (the others) of the synchronous run, and F those of collecting where slots are always taken,
 which is with partial rollouts, asynchrony can be worth (G + T) / max(F, T) at most. One JSON line for each case.
 """
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_gpu import ANSWERS, REWARD, SHAPES, prompts_of, toml, write_model
+
+AHEAD = 3
 
 FORCED = '''
 import math
@@ -61,7 +64,7 @@ def cases(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {
         "synchronous": {},
         "one step ahead": {"ahead": 1},
-        "asynchronous": {"ahead": 3, "max_staleness": 8},
+        "asynchronous": {"ahead": AHEAD, "max_staleness": 8},
         "partial rollouts": {
             "partial_rollout": True,
             "over_sampling_batch_size": 2 * asked.groups,
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.9)
     parser.add_argument("--cap", type=int, default=8000)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--settled", type=int, default=2, help="first steps that do not count")
     parser.add_argument("--train-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--engine", type=json.loads, default={}, help="SGLang's options as JSON")
@@ -130,6 +133,8 @@ def main() -> None:
     )
     parser.add_argument("--cases", default="", help="comma-separated; by default all")
     asked = parser.parse_args()
+    if asked.steps <= asked.settled + AHEAD:
+        parser.error(f"--steps {asked.steps}: the first {asked.settled} and the last {AHEAD} do not count")
     asked.new_tokens, asked.requests = asked.cap, 2 * asked.groups * ANSWERS
     chosen = {name: keys for name, keys in cases(asked).items() if not asked.cases or name in asked.cases.split(",")}
     with tempfile.TemporaryDirectory() as name:
@@ -140,7 +145,7 @@ def main() -> None:
         (folder / "even.py").write_text(REWARD)
         (folder / "forced.py").write_text(FORCED.format(cap=asked.cap, median=asked.median, sigma=asked.sigma))
         for case, keys in chosen.items():
-            steps = run_slime(asked, folder, case, keys)[asked.settled :]
+            steps = run_slime(asked, folder, case, keys)[asked.settled : -AHEAD]
             print(
                 json.dumps(
                     {

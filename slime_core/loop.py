@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from slime_core.buffer.buffer import BufferSnapshot
 from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
+from slime_core.saving import Saving
 from slime_core.session import Session
 from slime_core.types.sample import SampleGroup
 
@@ -138,7 +139,7 @@ def succeeded(task: asyncio.Task[list[SampleGroup]]) -> bool:
 
 async def run_loop(session: Session) -> None:
     """Runs until num_rollout. On Interrupted or an error in the rollouts, what was trained is saved first."""
-    config, schedule = session.run.config, Schedule(session)
+    config, schedule, saving = session.run.config, Schedule(session), Saving(session)
     schedule.take_up(session.kept_ahead)
     await session.publish()
     await evaluate_at_start(session)
@@ -156,7 +157,7 @@ async def run_loop(session: Session) -> None:
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
             if due.save:
                 await session.evaluated()
-                await session.save(await schedule.at_rest())
+                await saving.save(await schedule.at_rest())
             if due.publish:
                 if not schedule.in_flight:
                     await schedule.drained()
@@ -165,21 +166,21 @@ async def run_loop(session: Session) -> None:
                 await session.publish()
             if due.evaluate:
                 await session.evaluate(step)
-            await session.raise_if_not_saved()
+            await saving.raise_if_failed()
             session.raise_if_stopped()
         await session.evaluated()
-        await session.saved()
+        await saving.completed()
     except Exception as error:
         ahead = await schedule.abandon()
         await session.end_evaluation()
-        await session.save_unsaved(ahead)
+        await saving.save_unsaved(ahead)
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))
     finally:
         await schedule.abandon()
         await session.end_evaluation()
-        await session.end_saving()
+        await saving.give_up()
 
 
 async def evaluate_at_start(session: Session) -> None:

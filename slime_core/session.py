@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.table import read_groups, write_groups
-from slime_core.checkpoint import CheckpointStore, RunState, Unfinished, whole_or_not_at_all
+from slime_core.buffer.table import write_groups
+from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.collector import Collector
 from slime_core.contracts.filter import GroupFilter
@@ -23,7 +22,6 @@ from slime_core.errors import EngineError, Interrupted
 from slime_core.evaluate import Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import (
-    CheckpointSaved,
     EvalDone,
     GroupsFinished,
     PublishEnd,
@@ -100,6 +98,7 @@ class Session:
     kept_ahead: list[list[SampleGroup]]
     """Groups of steps beyond the state's that its checkpoint holds."""
     saved_rollout_id: int
+    """Steps that the last complete checkpoint holds."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
     last_eval: EvalReport | None = None
@@ -113,8 +112,6 @@ class Session:
     """Why there were fewer steps than num_rollout."""
     evaluation: asyncio.Task[None] | None = None
     """On the side."""
-    saving: asyncio.Task[None] | None = None
-    """A checkpoint that is being written while the run goes on."""
     faults: Counter[str] = field(default_factory=Counter)
     """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
@@ -286,92 +283,6 @@ class Session:
                 await engine.each("resume")
                 return await admit(version)
 
-    async def save(self, ahead: Sequence[Sequence[SampleGroup]], *, broken: str | None = None) -> None:
-        """A checkpoint of the state as it is, with the groups of steps that were collected ahead. With
-        `checkpoint.async_save` it is complete only after `saved`, and the next one waits for it. `broken`: why what led to it
-        cannot be repeated."""
-        began = time.perf_counter()
-        await self.saved()
-        await self._write_schedule(broken)
-        state = replace(self.state, seconds=self.state.seconds + began - self.started)
-        aside = self.run.config.checkpoint.async_save
-
-        async def write(folder: Path) -> None:
-            (folder / "buffer").mkdir()
-            async with self.residency.train():
-                for name, trainers in self.roles.items():
-                    (folder / "trainer" / name).mkdir(parents=True)
-                    async with trainers.turn():
-                        await (trainers.stage if aside else trainers.save)(folder / "trainer" / name)
-            self.buffer.save(folder / "buffer")
-            for offset, groups in enumerate(ahead):
-                write_groups(ahead_file(folder, self.state.rollout_id + offset), list(groups))
-
-        unfinished = await self.store.begin(state, write)
-        if aside:
-            self.saving = asyncio.create_task(self._finish_save(state, unfinished, began, time.perf_counter() - began))
-        else:
-            self._checkpoint_saved(state, self.store.complete(unfinished), began)
-
-    async def _finish_save(self, state: RunState, unfinished: Unfinished, began: float, blocked_s: float) -> None:
-        with whole_or_not_at_all(unfinished):
-            for trainers in self.roles.values():
-                await trainers.written()
-        path = await asyncio.to_thread(self.store.complete, unfinished)
-        self._checkpoint_saved(state, path, began, blocked_s)
-
-    def _checkpoint_saved(self, state: RunState, path: Path, began: float, blocked_s: float | None = None) -> None:
-        seconds = time.perf_counter() - began
-        self.saved_rollout_id = state.rollout_id
-        self.hooks.checkpoint_saved(
-            CheckpointSaved(
-                run=self.event,
-                rollout_id=state.rollout_id,
-                version=state.version,
-                path=path,
-                seconds=seconds,
-                blocked_seconds=seconds if blocked_s is None else blocked_s,
-            )
-        )
-
-    async def saved(self) -> None:
-        """Returns when no checkpoint is being written; raises what kept one from being complete."""
-        if self.saving is not None:
-            saving, self.saving = self.saving, None
-            await saving
-
-    async def raise_if_not_saved(self) -> None:
-        """What kept the checkpoint that was being written from being complete, as soon as it is known."""
-        if self.saving is not None and self.saving.done():
-            await self.saved()
-
-    async def end_saving(self) -> None:
-        """Gives up a checkpoint that is still being written: the one before it stays."""
-        if self.saving is not None:
-            self.saving.cancel()
-            await asyncio.gather(self.saving, return_exceptions=True)
-            self.saving = None
-
-    async def _write_schedule(self, broken: str | None) -> None:
-        if self.schedule is None:
-            return
-        if self.client is not None and self.client.num_lost:
-            broken = "an engine was lost"
-        # Engines may be what ended the run.
-        asked = self.client is not None and broken is None
-        engines = await self.client.ask("recorded") if self.client is not None and asked else {}
-        heard, self.record.heard = self.record.heard, []
-        self.schedule.checkpoint(self.state.rollout_id, engines, heard, broken=broken)
-
-    async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
-        """A complete checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
-        await self.saved()
-        if self.state.rollout_id > self.saved_rollout_id and self.between_steps.is_set():
-            await self.save(
-                ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
-            )
-            await self.saved()
-
     async def evaluate(self, step: int) -> None:
         """All evaluation sets under the published weights. `step` is the last one trained, -1 before the first. On the
         side, it goes on while the run does, until `evaluated`."""
@@ -460,12 +371,3 @@ def set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
-
-
-def ahead_file(folder: Path, step: int) -> Path:
-    return folder / f"ahead_{step}.parquet"
-
-
-def read_ahead(folder: Path, state: RunState) -> list[list[SampleGroup]]:
-    """The groups of the steps that were collected ahead of the checkpoint's state."""
-    return [read_groups(ahead_file(folder, step)) for step in range(state.rollout_id, state.next_collect)]

@@ -46,8 +46,9 @@ from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.saving import read_ahead
 from slime_core.schedule import RecordedSchedule, ScheduleFile, read_schedule
-from slime_core.session import Session, read_ahead
+from slime_core.session import Session
 from slime_core.storage import storage_errors
 from slime_core.supervision import supervisors
 from slime_core.types.batch import Batch, TokenColumns

@@ -31,7 +31,8 @@ from slime_core.rollout.groups import GroupRunner, GroupSettings
 from slime_core.rollout.plugin import AcceptedDriver, PoolDriver
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.run_folder import RunFolder
-from slime_core.session import Session, read_ahead
+from slime_core.saving import read_ahead
+from slime_core.session import Session
 from slime_core.testing.scripted_engine import EngineInLoop
 from slime_core.testing.timed_engine import TimedEngine
 from slime_core.types.completion import SamplingParams

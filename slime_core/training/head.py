@@ -27,4 +27,7 @@ def scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, t
     """(C, V) float32, or float64 if that is what comes in."""
     logits = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    if temperature == 1.0:
+        return logits
+    # CUDA multiplies by the rounded reciprocal of a number: two last places off, not as an engine that divides by a tensor.
+    return logits.div_(torch.full((), temperature, dtype=logits.dtype, device=logits.device))

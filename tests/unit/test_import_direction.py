@@ -44,6 +44,7 @@ LEVELS = [
         "roles",
         "rollout_only",
         "session",
+        "saving",
         "startup",
         "summary",
         "supervision",
