@@ -36,7 +36,7 @@ from slime_megatron.selection import SelectedAttention
 
 class RmsNorm(nn.Module):
     """Megatron's torch norm refuses sequence parallelism: its weight must say that each rank has a part of its
-    gradient."""
+    gradient. On GPUs torch has one kernel for it, which rounds to half precision once, as the engines' kernels do."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class RmsNorm(nn.Module):
         self.around_one = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.around_one:
-            return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+        if not self.around_one:
+            return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide_type = torch.promote_types(x.dtype, torch.float32)
+        wide = nn.functional.rms_norm(x.to(wide_type), self.weight.shape, 1.0 + self.weight.to(wide_type), self.eps)
+        return wide.to(x.dtype)
 
 
 class NormedRowParallelLinear(RowParallelLinear):

@@ -295,7 +295,11 @@ def make_config(
 ) -> TransformerConfig:
     """Raises ConfigError with what Megatron says of options that do not go together."""
     told = megatron_options(options, MODEL)
+    on_gpu = placement.device.type == "cuda"
     fields: dict[str, Any] = {
+        # As Megatron's own training does unless it is told not to.
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
         # The only one that takes streams of any length.
         "moe_token_dispatcher_type": "alltoall",
         # Two stages are each other's previous and next one: batched sends of interleaved pieces would be mixed up.
@@ -318,7 +322,7 @@ def make_config(
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        "use_cpu_initialization": placement.device.type != "cuda",
+        "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,
     }
     # With calculate_per_token_loss Megatron adds up what ranks make of their parts of the same tokens, after it has divided

@@ -17,16 +17,16 @@ from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.weights import Bucket
-from slime_sglang.buckets import BucketOrder, payload
+from slime_sglang.buckets import BucketOrder
 from slime_sglang.connection import Connection, ConnectionLost
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.fleet import Fleet
 from slime_sglang.generation import RequestIds, Running
+from slime_sglang.held_weights import HeldWeights
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.request_check import RequestCheck, vocab_size_of
 from slime_sglang.scoring import score_body, scored
-from slime_sglang.server.checksum import ACTION
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -57,7 +57,6 @@ class SglangEngine(RolloutEngine):
         self._vocab_size = 0
         self._image_tokens: ImageTokens | None = None
         self._experts: ExpertSizes | None = None
-        self._version = -1
         self._rids = RequestIds()
         self._running: dict[str, Running] = {}
         self._load: Counter[int] = Counter()
@@ -90,7 +89,6 @@ class SglangEngine(RolloutEngine):
                 await self._fleet.start_router(setup)
                 self._fleet.watch(self._fail)
                 return self._info(frozenset({Capability.HTTP}))
-            self._order = BucketOrder(setup.model_path, self._name)
             self._vocab_size = vocab_size_of(setup)
             self._image_tokens = ImageTokens.of(setup.model_path)
             # A server that is one half of a pair answers no request alone.
@@ -102,6 +100,15 @@ class SglangEngine(RolloutEngine):
                     f'{self._name}: engine.pause_mode = "{self._config.pause_mode}" needs a server that reports versions by '
                     f"token span; SGLang {self._features.sglang_version} does not. Use abort."
                 )
+            self._weights = HeldWeights(
+                self._fleet,
+                BucketOrder(setup.model_path, self._name),
+                name=self._name,
+                tp_size=self._features.tp_size,
+                # Servers that the engine started are on its machine.
+                shared=not self._config.external_engine_addrs,
+                drops_prefixes=self._config.pause_mode == "abort",
+            )
             self._check = RequestCheck(
                 vocab_size=self._vocab_size,
                 features=self._features,
@@ -254,7 +261,7 @@ class SglangEngine(RolloutEngine):
         place = self._place(session)
         server = self._at(place)
         # In abort mode no weights change while a request runs.
-        expected = self._version if self._config.pause_mode == "abort" else None
+        expected = self._weights.given if self._config.pause_mode == "abort" else None
         headers = None if session is None else {"X-SMG-Routing-Key": session}
         run.rid = self._rids.next_for(run.request.request_id)
         run.sweep = self._sweeps
@@ -371,7 +378,7 @@ class SglangEngine(RolloutEngine):
     async def resume(self) -> None:
         """Raises EngineError if a version is partly loaded."""
         self._ready()
-        if self._order.incomplete:
+        if self._weights.incomplete:
             raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
         if not self._paused:
             return
@@ -384,56 +391,17 @@ class SglangEngine(RolloutEngine):
         self._ready()
         if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
-        self._order.check(bucket)
-        self._order.incomplete = True
-        await asyncio.gather(*(self._send(server, bucket) for server in self._fleet.servers))
-        self._order.loaded(bucket)
-        if bucket.last:
-            await self.version_loaded(bucket.version)
-
-    async def _send(self, server: Connection, bucket: Bucket) -> None:
-        # Servers that the engine started are on its machine.
-        with payload(bucket, shared=not self._config.external_engine_addrs) as serialized:
-            body: dict[str, Any] = {
-                "serialized_named_tensors": [serialized] * self._features.tp_size,
-                "load_format": "flattened_bucket",
-                # With waiting requests SGLang would die of it.
-                "flush_cache": False,
-            }
-            if bucket.last:
-                body["weight_version"] = str(bucket.version)
-            await self._fleet.post_to(server, "/update_weights_from_tensor", body)
-
-    async def version_loaded(self, version: int) -> None:
-        """A transport has brought all of a version, and told the servers its number: drops cached prefixes of the
-        versions before. EngineError if a server has another version."""
-        self._order.incomplete = False
-        self._version = version
-        flushes = [self._fleet.flush()] if self._config.pause_mode == "abort" else []
-        held, *_ = await asyncio.gather(self._fleet.versions(), *flushes)
-        if set(held) != {version}:
-            self._order.incomplete = True
-            raise EngineError(f"{self._name}: version {version} was loaded, but its servers say {held}.")
+        await self._weights.load(bucket)
 
     async def version(self) -> int:
-        """As the servers say. EngineError if they differ, or hold what this run has not given them."""
+        """See `HeldWeights.version`."""
         self._ready()
-        held = await self._fleet.versions()
-        if len(set(held)) > 1:
-            raise EngineError(f"{self._name}: its servers have different versions: {held}.")
-        if self._version >= 0 and held[0] != self._version and not self._order.incomplete:
-            raise EngineError(f"{self._name}: it was given version {self._version}, but its servers say {held[0]}.")
-        return held[0]
+        return await self._weights.version()
 
     async def checksum(self) -> str:
-        """Of the tensors as they are in the servers' memory, under their Hugging Face names. EngineError for servers
-        that slime did not start, for several devices a server, and for quantised or fused tensors."""
+        """See `HeldWeights.checksum`."""
         self._ready()
-        answers = await self._fleet.post("/weights_checker", {"action": ACTION})
-        sums = {str(answer["ranks"][0]["per_gpu_checksum"]) for answer in answers}
-        if len(sums) > 1:
-            raise EngineError(f"{self._name}: its servers have different weights: checksums {', '.join(sorted(sums))}.")
-        return sums.pop()
+        return await self._weights.checksum()
 
     # ---------------------------------------------------------------- memory
 
@@ -467,8 +435,7 @@ class SglangEngine(RolloutEngine):
         setup = self._ready()
         if Memory.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: new weights need a paused engine that is awake; call pause first.")
-        # A version counts once all of it is there.
-        self._order.incomplete = True
+        self._weights.expect()
         return [
             EngineEndpoint(
                 index=setup.index,
@@ -481,8 +448,9 @@ class SglangEngine(RolloutEngine):
         ]
 
     async def weights_sent(self, version: int) -> None:
+        """A transport has brought all of a version, and told the servers its number."""
         self._ready()
-        await self.version_loaded(version)
+        await self._weights.complete(version)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The same call to every server of the engine, with its token and the control timeout; answers by server."""
