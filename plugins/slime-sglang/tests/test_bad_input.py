@@ -87,9 +87,12 @@ def test_a_flag_with_a_wrong_value(run_file, tmp_path):
 
 @pytest.mark.sglang
 def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
-    said = slime(run_file, tmp_path, "--sglang-model-path", "/elsewhere", "--dry-run", code=2)
+    flags = ["--sglang-model-path", "/elsewhere", "--sglang-context-length", "14"]
+    said = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
     assert "engine.model_path" in said
     assert "decided by model.hf_checkpoint" in said
+    assert "engine.context_length" in said
+    assert "rollout.rollout_max_context_len" in said
 
 
 @pytest.mark.sglang
@@ -126,6 +129,14 @@ def test_nobody_there(run_file, tmp_path, fake):
 def test_answers_that_cannot_be_right(run_file, tmp_path, fake, behave, words):
     said = slime(run_file, tmp_path, *external(fake(behave), tmp_path), "--no-use-fault-tolerance", code=5)
     assert words in said
+
+
+@pytest.mark.sglang
+def test_a_request_that_is_refused(run_file, tmp_path, fake):
+    """No server is restarted for it."""
+    said = slime(run_file, tmp_path, *external(fake(400), tmp_path), code=5)
+    assert "it refuses a request (status 400): Requested token count exceeds the context" in said
+    assert "restarted" not in said
 
 
 @pytest.mark.sglang
