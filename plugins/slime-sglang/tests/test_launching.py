@@ -67,7 +67,7 @@ def test_options(setup):
     assert options_for(Sglang.Config(pause_mode="retract"), gpu, 0)["disable_radix_cache"]
     assert options_for(Sglang.Config(), replace(gpu, offload=True), 0)["enable_memory_saver"]
     assert "enable_memory_saver" not in {**options, **options_for(Sglang.Config(), replace(setup, offload=True), 0)}
-    with pytest.raises(EngineError, match="4 devices cannot be shared"):
+    with pytest.raises(EngineError, match=r"the 4 device\(s\) of an engine cannot be shared equally"):
         options_for(Sglang.Config(servers=3), gpu, 0)
 
 

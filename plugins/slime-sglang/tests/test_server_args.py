@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from slime_core.contracts.engine import EngineLayout
 from slime_core.errors import EngineError
 from slime_sglang import launching
 from slime_sglang.external import read_token
@@ -166,6 +167,23 @@ def test_what_does_not_go_together(options, words, monkeypatch):
     monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     (problem,) = Sglang.problems(SglangOptions(**options))
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "words"),
+    [
+        ({"servers": 2}, {"num_devices": 1}, "Say --here 2 or a multiple"),
+        ({"servers": 2}, {"num_devices": 4, "num_nodes": 2}, "on 2 machines"),
+        ({"router_policy": "random"}, {"num_devices": 1, "routed_experts": True}, "does not pass on that expert ids"),
+        ({"servers": 2}, {"num_devices": 4}, None),
+        ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
+        ({"router_policy": "random"}, {"num_devices": 1}, None),
+    ],
+)
+def test_what_does_not_go_with_the_run(options, layout, words):
+    problems = Sglang.layout_problems(SglangOptions(**options), EngineLayout(devices_flag="--here", **layout))
+    assert len(problems) == (words is not None)
+    assert all(words in problem for problem in problems)
 
 
 def test_a_missing_sglang_is_a_problem(monkeypatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import Field, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.engine import Capability, EngineDriver
+from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 from slime_sglang.option_choices import Choices
@@ -153,6 +153,35 @@ def problems_of_prefill(config: SglangOptions) -> list[str]:
     return problems
 
 
+def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str) -> str | None:
+    """`flag`: where the number of an engine's devices is said."""
+    servers, stages = config.servers, getattr(config, "pp_size", None) or 1
+    if num_nodes > 1 and servers > 1:
+        return (
+            f"engine.servers = {servers}: the {num_devices} devices of an engine are on {num_nodes} machines, which one server "
+            f"can span, but not several. Leave engine.servers out, or give each of more engines fewer devices ({flag})."
+        )
+    if num_devices % (servers * stages):
+        shares = f"engine.servers = {servers}" + (f" of engine.pp_size = {stages}" if stages > 1 else "")
+        return (
+            f"{shares}: the {num_devices} device(s) of an engine cannot be shared equally. Say {flag} {servers * stages} or a "
+            "multiple; on a CPU devices are processes."
+        )
+    return None
+
+
+def problem_of_experts(config: Any) -> str | None:
+    """Where servers cannot be asked which experts they chose."""
+    if config.router_policy == "none":
+        return None
+    # Its requests are a record of known fields, and the others do not reach the servers.
+    return (
+        f'engine.router_policy = "{config.router_policy}": sglang-router does not pass on that expert ids are asked for '
+        "(train.use_rollout_routing_replay). Say none: requests then go to the servers directly, and router.middlewares has "
+        "policies for them."
+    )
+
+
 class Sglang(EngineDriver):
     """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
 
@@ -200,6 +229,13 @@ class Sglang(EngineDriver):
                 f"engine.servers = {config.dp_size}, or more engines."
             )
         return problems
+
+    @classmethod
+    def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
+        problems = [problem_of_experts(config)] if layout.routed_experts else []
+        if not config.external_engine_addrs:
+            problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
+        return [problem for problem in problems if problem is not None]
 
     @classmethod
     def build(cls, config: Any) -> SglangEngine:
