@@ -8,6 +8,7 @@ from collections.abc import Callable
 from slime_core.config.bound import BoundRun
 from slime_core.config.engine_checks import (
     colocation,
+    engine_layouts,
     engines_over_nodes,
     images,
     penalties,
@@ -46,6 +47,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         transport,
         colocation,
         engines_over_nodes,
+        engine_layouts,
         local_launcher,
         images,
         saved_aside,
