@@ -224,6 +224,7 @@ class EngineLayout:
     """Of each engine."""
     devices_flag: str
     """Where that is said: `--rollout-num-gpus-per-engine`."""
+    num_engines: int = 1
     num_nodes: int = 1
     routed_experts: bool = False
     """See `EngineSetup.routed_experts`."""
