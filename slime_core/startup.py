@@ -41,7 +41,7 @@ from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.recorded import PoolRecord
-from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
@@ -308,7 +308,8 @@ async def warm_reward(pool: RewardPool, part: Part, starting: asyncio.Task[Start
     asks = part.driver.asks_engines(part.config)
     if asks:
         pool.engines = (await starting).reward
-    await pool.warm(part.spec(), timeout_s=part.driver.timeout_s(part.config), asks_engines=asks)
+    own = OwnLimit(seconds=partial(part.driver.timeout_s, part.config), follows=part.driver.timeout_follows)
+    await pool.warm(part.spec(), own=own, asks_engines=asks)
 
 
 def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:

@@ -308,8 +308,10 @@ class Weigh(CorrectionDriver):
 
 def test_rollout_log_probs_as_old_ones_leave_no_gap_to_correct(bound, complaints, tmp_path):
     (tmp_path / "weigh.py").write_text(CORRECTION)
-    plugins = ("--plugin", str(tmp_path / "fakes.py"), str(tmp_path / "weigh.py"))
+    # The run file's own plugin stays, and is one with the flag's.
+    plugins = ("--plugin", str(tmp_path / "weigh.py"), "--plugin", str(tmp_path / "fakes.py"))
     flags = (*plugins, "--corrections", "weigh")
+    assert [file.path.name for file in bound(*flags).registry.plugin_files] == ["fakes.py", "weigh.py"]
     assert [part.name for part in bound(*flags).algo.corrections] == ["weigh"]
     only(complaints(*flags, "--use-rollout-logprobs"), r'correction "weigh" weighs the gap .* 0 by definition')
 

@@ -35,6 +35,11 @@ DELAYS_S = (A_WHILE_S, 0.01, 0.3)
 """Tried in turn, until new weights come in the middle of an answer."""
 
 
+COMPANY = 96
+WAYS: Sequence[dict[str, Any]] = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 4})
+"""Of sampling; engines may have code of its own for each."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
@@ -109,6 +114,36 @@ def test_the_seed_decides_the_tokens(case: Case, model: Path) -> None:
             assert np.array_equal(one.log_probs, two.log_probs), "with the same seed the log-probs have other bits"
         changed = [tokens_of(one) != tokens_of(two) for one, two in zip(first, other, strict=True)]
         assert any(changed), "another seed gives the same tokens for every prompt"
+
+    play(case, model, scene)
+
+
+def test_company_changes_no_draw(case: Case, model: Path) -> None:
+    async def scene(engine: RolloutEngine) -> None:
+        # Each way of sampling with prompts and budgets of every length.
+        requests = [
+            ask(n, prompt, seed=5, max_new_tokens=1 + n * 7 % 13, **WAYS[n % len(WAYS)])
+            for n, prompt in enumerate(prompts(COMPANY, seed=9))
+        ]
+        together = await engine.generate(requests)
+        in_turn: list[Completion] = []
+        for way in range(len(WAYS)):
+            in_turn += await engine.generate(requests[way :: len(WAYS)])
+        late: list[asyncio.Future[list[Completion]]] = []
+        for number, request in enumerate(reversed(requests)):
+            late.append(asyncio.ensure_future(engine.generate([request])))
+            if number % 5 == 0:
+                await asyncio.sleep(0.01)
+        one_by_one = [answer for answers in await asyncio.gather(*late) for answer in answers]
+        for how, answers in (("with those of its kind alone", in_turn), ("one after another", one_by_one)):
+            found = {answer.request_id: answer for answer in answers}
+            pairs = [(one, found[one.request_id]) for one in together]
+            apart = [one.request_id for one, two in pairs if tokens_of(one) != tokens_of(two)]
+            assert not apart, (
+                f"{len(apart)} of {len(requests)} requests have other tokens {how} than all together: {apart[:5]}"
+            )
+            off = max(float(np.abs(one.log_probs - two.log_probs).max(initial=0.0)) for one, two in pairs)
+            assert off <= NATS, f"log-probs are off by {off:.3g} nats {how}"
 
     play(case, model, scene)
 

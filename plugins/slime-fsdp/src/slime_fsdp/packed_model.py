@@ -59,13 +59,16 @@ class PackedModel(nn.Module):
         log_probs_chunk_size: int,
         adapters: Adapters | None = None,
         true_on_policy: bool = False,
+        fused_head: bool = False,
     ) -> None:
+        """`fused_head`: see `Head.fuse`."""
         super().__init__()
         self.model = model
         self.adapters = adapters
         self.head = head
         self.log_probs_chunk_size = log_probs_chunk_size
         self.true_on_policy = true_on_policy
+        self.fused_head = fused_head
 
     @property
     def has_delta_nets(self) -> bool:
@@ -106,6 +109,7 @@ class PackedModel(nn.Module):
             temperature=micro.temperature,
             chunk=chunk_positions(linear.weight.shape[0], self.log_probs_chunk_size),
             entropy=entropy,
+            fuse=self.fused_head,
         )
         return Outputs(log_probs=log_probs, entropy=entropies)
 
@@ -192,6 +196,7 @@ def build_model(
         log_probs_chunk_size=config.log_probs_chunk_size,
         adapters=adapters,
         true_on_policy=placement.true_on_policy,
+        fused_head=config.compile,
     )
     layers = decoder_layers(model)
     if trained and config.gradient_checkpointing:

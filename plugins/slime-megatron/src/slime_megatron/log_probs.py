@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.training.head import EntropyMode, scaled_logits
+from slime_core.training.head import EntropyMode, Found, Head
 
 
 def log_probs_of(
@@ -56,29 +56,31 @@ class VocabParallelLogProbs(torch.autograd.Function):
         chunk: int,
         entropy: EntropyMode,
     ) -> tuple[Tensor, Tensor]:
+        head = head_of(weight_VH, temperature, chunk)
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs = torch.empty(len(targets_T), dtype=dtype, device=hidden_TH.device)
         log_sums, entropies = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        size = len(weight_VH)
-        for start in range(0, len(targets_T), chunk):
-            part = slice(start, start + chunk)
-            z_CV = scaled_logits(hidden_TH[part], weight_VH, None, temperature)
+        local_T, held_T = held_targets(targets_T, first, len(weight_VH))
+        for part in head.parts(len(targets_T)):
             # A rank whose part is all padding has no logits.
-            lowest_C = z_CV.new_full((len(z_CV),), torch.finfo(dtype).min)
-            top_C = total(z_CV.max(-1).values if size else lowest_C, group, dist.ReduceOp.MAX)
-            local_C = targets_T[part] - first
-            held_C = (local_C >= 0) & (local_C < size)
-            chosen_C = torch.zeros_like(top_C)
-            if size:
-                chosen_C = z_CV.gather(-1, local_C.clamp(0, size - 1)[:, None])[:, 0].where(held_C, 0.0)
-            sums_2C = total(torch.stack([(z_CV - top_C[:, None]).exp().sum(-1), chosen_C]), group)
+            own_C = torch.full_like(log_probs[part], torch.finfo(dtype).min)
+            chosen_C, entropies_C = torch.zeros_like(own_C), torch.zeros_like(own_C)
+            if len(weight_VH):
+                own_C, found_C, own_entropies_C = head.statistics(
+                    hidden_TH[part], local_T[part], entropy=entropy != "none"
+                )
+                chosen_C = found_C.where(held_T[part], 0.0)
+                entropies_C = entropies_C if own_entropies_C is None else own_entropies_C
+            top_C = total(own_C.clone(), group, dist.ReduceOp.MAX)
+            sums_2C = total(torch.stack([(own_C - top_C).exp(), chosen_C]), group)
             lse_C = top_C + sums_2C[0].log()
             log_sums[part] = lse_C
             log_probs[part] = sums_2C[1] - lse_C
             if entropy != "none":
-                log_p_CV = z_CV.sub_(lse_C[:, None])
-                entropies[part] = total(-(log_p_CV.exp() * log_p_CV).sum(-1), group)
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_sums, entropies)
+                # Of the mixture of the ranks' own distributions: each weighs what its part of the sum does.
+                weights_C = (own_C - lse_C).exp()
+                entropies[part] = total(weights_C * (entropies_C + lse_C - own_C), group)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_probs, log_sums, entropies)
         ctx.first, ctx.temperature, ctx.chunk = first, temperature, chunk
         ctx.set_materialize_grads(False)
         if entropy != "gradient":
@@ -87,34 +89,28 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, targets_T, log_sums, entropies = ctx.saved_tensors
-        grad_log_probs, grad_entropies = grads
-        # The chunks' shares of the weight gradient are added in float32.
-        grad_weight = torch.zeros_like(weight_VH, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        hidden_TH, weight_VH, targets_T, log_probs, log_sums, entropies = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden_TH)
-        size = len(weight_VH)
-        for start in range(0, len(targets_T) if size else 0, ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            hidden_CH = hidden_TH[part]
-            log_p_CV = scaled_logits(hidden_CH, weight_VH, None, ctx.temperature).sub_(log_sums[part, None])
-            factor_CV = torch.zeros_like(log_sums[part, None])
-            if grad_log_probs is not None:
-                factor_CV = -grad_log_probs[part, None]
-            if grad_entropies is not None:
-                # dH/dz_v = -p_v (log p_v + H)
-                factor_CV = factor_CV - (log_p_CV + entropies[part, None]) * grad_entropies[part, None]
-            grad_CV = log_p_CV.exp_().mul_(factor_CV)
-            if grad_log_probs is not None:
-                local_C = targets_T[part] - ctx.first
-                held_C = (local_C >= 0) & (local_C < size)
-                chosen_C = grad_log_probs[part].where(held_C, 0.0)
-                grad_CV.scatter_add_(-1, local_C.clamp(0, size - 1)[:, None], chosen_C[:, None])
-            if ctx.temperature != 1.0:
-                grad_CV.div_(ctx.temperature)
-            grad_CV = grad_CV.to(weight_VH.dtype)
-            grad_hidden[part] = grad_CV @ weight_VH
-            if grad_weight is not None:
-                grad_weight += grad_CV.t() @ hidden_CH
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VH.dtype)
+        grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        if len(weight_VH):
+            head = head_of(weight_VH, ctx.temperature, ctx.chunk)
+            grad_hidden, grad_weight, _ = head.gradients(
+                hidden_TH,
+                *held_targets(targets_T, ctx.first, len(weight_VH)),
+                Found(log_probs_T=log_probs, log_sums_T=log_sums, entropies_T=entropies),
+                *grads,
+                of_weight=ctx.needs_input_grad[1],
+                of_bias=False,
+            )
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def head_of(weight_VH: Tensor, temperature: float, chunk: int) -> Head:
+    # As Megatron does with small functions of its own.
+    return Head(weight_VH=weight_VH, bias_V=None, temperature=temperature, chunk=chunk, fuse=weight_VH.is_cuda)
+
+
+def held_targets(targets_T: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """(T,) int64 rows of this rank's part, and (T,) bool whether it is there."""
+    local_T = targets_T - first
+    return local_T.clamp(0, max(size - 1, 0)), (local_T >= 0) & (local_T < size)

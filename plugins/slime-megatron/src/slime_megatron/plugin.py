@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,6 +18,7 @@ from slime_core.contracts.needs import Need
 from slime_core.errors import near_matches
 from slime_megatron.layout import Shape, ranks_of, shape_problems
 from slime_megatron.options import OWNED, installed_options, megatron_folder
+from slime_megatron.stages import Stages
 
 BRIDGES: Final = "slime_megatron.bridges"
 """Entry-point group: `model_type` of a config.json to the bridge of its family."""
@@ -77,23 +79,24 @@ class MegatronOptions(DriverConfig):
             ep=self.expert_model_parallel_size,
             etp=self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
+            stages=Stages(**{field.name: getattr(self, field.name, None) for field in fields(Stages)}),
         )
 
 
 def make_config() -> type[MegatronOptions]:
     """MegatronOptions with Megatron's options beside its own. None: what Megatron does by default."""
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for option in installed_options():
         if option.name in MegatronOptions.model_fields:
             continue
         if option.name in OWNED:
             doc = f"Not an option of the backend: decided by {OWNED[option.name]}."
-            fields[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+            found[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
         else:
-            fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
-    owned = sorted(set(fields) & set(OWNED))
+            found[option.name] = (option.type | None, Field(default=None, description=option.doc))
+    owned = sorted(set(found) & set(OWNED))
     validators: dict[str, Any] = {"refuse_owned": field_validator(*owned)(refuse_owned)} if owned else {}
-    return create_model("MegatronConfig", __base__=MegatronOptions, __validators__=validators, **fields)
+    return create_model("MegatronConfig", __base__=MegatronOptions, __validators__=validators, **found)
 
 
 def refuse_owned(cls: type[MegatronOptions], value: Any, info: Any) -> Any:
@@ -131,6 +134,7 @@ class Megatron(BackendDriver):
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
+            *(field.name for field in fields(Stages)),
         }
     )
 

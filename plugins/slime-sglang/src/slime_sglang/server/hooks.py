@@ -1,7 +1,7 @@
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
-Everywhere: two more actions of /weights_checker, checks before weights are loaded from a folder of slime's, and no bias
-that nobody trained in the head of a reward model. On a CPU, where they are missing: the three parts that sampling by seed
+Everywhere: three more actions of /weights_checker, checks before weights are loaded from a folder of slime's, no bias
+that nobody trained in the head of a reward model, and draws that do not depend on what else is in a batch. On a CPU, where they are missing: the three parts that sampling by seed
 needs, and memory for expert ids. A server that somebody else started has none of this.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from slime_sglang.server.checksum import ACTION, checksum_of_weights
+from slime_sglang.server.draws import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
@@ -48,6 +49,7 @@ def register_hooks(*, on_cpu: bool) -> None:
     for name, hook in LOADING.items():
         HookRegistry.register(f"{UPDATER}.{name}", hook, HookType.AROUND)
     HookRegistry.register(LOAD, clear_bias, HookType.AROUND)
+    HookRegistry.register(f"{SAMPLER}.{SORTED}", draw_by_token, HookType.AROUND)
     if on_cpu:
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
@@ -57,7 +59,7 @@ def register_hooks(*, on_cpu: bool) -> None:
         )
         allow_native_attention()
         if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-            HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_in_torch, HookType.AROUND)
+            HookRegistry.register(f"{SAMPLER}.murmur_hash32", hash_in_torch, HookType.AROUND)
         declare_kernels()
 
 
@@ -80,6 +82,10 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
         missing = [name for name, hook in LOADING.items() if not is_hooked(f"{UPDATER}.{name}", hook)]
         if missing:
             raise NotImplementedError(f"{CAN_VERIFY}: this SGLang has no {UPDATER}.{missing[0]} to check folders in")
+        return None
+    if action == DRAWS_BY_TOKEN:
+        if not draws_by_token():
+            raise NotImplementedError(f"{DRAWS_BY_TOKEN}: this SGLang has no {SORTED} in {SAMPLER}")
         return None
     if action != ACTION:
         return original(checker, action, *args, **kwargs)
