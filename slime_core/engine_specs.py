@@ -39,6 +39,7 @@ class EngineSpecs:
                 num_devices=launcher.rollout_num_gpus_per_engine,
                 first_device=index * launcher.rollout_num_gpus_per_engine,
                 offload=launcher.offloads_rollout(self.device),
+                transport=None if self.run.transport is None else self.run.transport.entry.name,
                 routed_experts=self.run.routing_replay is RoutingReplay.ROLLOUT,
                 true_on_policy=self.run.algo.keys.true_on_policy_mode,
             )

@@ -18,6 +18,7 @@ from slime_core.hookspecs import (
     EngineRecovered,
     EngineRestarted,
     Event,
+    PublishEnd,
     RunEnd,
     RunStart,
     SampleFailed,
@@ -52,6 +53,12 @@ class EventLog:
             seconds=round(event.seconds, 3),
             blocked_seconds=round(event.blocked_seconds, 3),
         )
+
+    @hookimpl
+    def publish_end(self, event: PublishEnd) -> None:
+        if event.report.compared_with is not None:
+            compared_with = event.report.compared_with
+            self._write(event, "weights_compared", version=event.report.version, compared_with=compared_with)
 
     @hookimpl
     def engine_lost(self, event: EngineLost) -> None:

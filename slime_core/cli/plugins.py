@@ -158,6 +158,10 @@ def _show_driver(console: Console, resolved: Resolved) -> None:
         _print_table(("option", "type", "default", "meaning"), [(o.name, o.type, o.default, o.doc) for o in options])
     else:
         console.print("It has no options.")
+    if patches := resolved.driver.patches():
+        console.print("\nIn the library behind it, without a change to its files:")
+        rows = [(p.target, p.purpose, p.when, "yes" if p.found else "no") for p in patches]
+        _print_table(("patched", "for", "in", "found"), rows)
 
 
 def _trait_names(driver: type) -> list[str]:

@@ -82,7 +82,8 @@ class Finder:
         if driver is None:
             return []
         entry = self._registry.find(group, name, where=group)
-        return list(option_flags(driver.Config, path, f"{entry.name} ({entry.provenance})", prefix=prefix))
+        owner = f"{entry.name} ({entry.provenance})"
+        return list(option_flags(driver.Config, path, owner, prefix=prefix, aliases=driver.flag_aliases))
 
 
 def name_of(value: Any) -> str:

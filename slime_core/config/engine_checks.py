@@ -120,19 +120,31 @@ def images(run: BoundRun) -> list[str]:
 
 def engine_layouts(run: BoundRun) -> list[str]:
     launcher, problems = run.config.launcher, []
-    engines = (
-        [(run.engine, launcher.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")] if run.generates else []
-    )
-    engines += [(row.engine, row.num_devices, f"--engines.{row.name}.num_gpus_per_engine") for row in run.served]
-    for engine, num_devices, flag in engines:
+    if run.generates:
+        layout = layout_of_policy(run)
+        problems += run.engine.driver.layout_problems(run.engine.config, layout)
+        if run.transport is not None:
+            problems += run.transport.driver.layout_problems(run.transport.config, run.engine.config, layout)
+    for row in run.served:
         layout = EngineLayout(
-            num_devices=num_devices,
-            devices_flag=flag,
-            num_nodes=launcher.nodes_of(num_devices),
-            routed_experts=engine is run.engine and run.routing_replay is RoutingReplay.ROLLOUT,
+            num_devices=row.num_devices,
+            devices_flag=f"--engines.{row.name}.num_gpus_per_engine",
+            num_engines=row.num_engines,
+            num_nodes=launcher.nodes_of(row.num_devices),
         )
-        problems += engine.driver.layout_problems(engine.config, layout)
+        problems += row.engine.driver.layout_problems(row.engine.config, layout)
     return list(dict.fromkeys(problems))
+
+
+def layout_of_policy(run: BoundRun) -> EngineLayout:
+    launcher = run.config.launcher
+    return EngineLayout(
+        num_devices=launcher.rollout_num_gpus_per_engine,
+        devices_flag="--rollout-num-gpus-per-engine",
+        num_engines=launcher.num_engines,
+        num_nodes=launcher.nodes_of(launcher.rollout_num_gpus_per_engine),
+        routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
+    )
 
 
 def engines_over_nodes(run: BoundRun) -> list[str]:

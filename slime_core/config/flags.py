@@ -14,7 +14,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -49,6 +49,8 @@ class Flag:
     owner: str
     """Who documents it: `slime` or the distribution of a plugin."""
     field: FieldInfo
+    aliases: tuple[str, ...] = ()
+    """Other names for it, which no listing has."""
 
     @property
     def is_switch(self) -> bool:
@@ -72,7 +74,8 @@ class FlagTable:
             if flag.field is NAME_FIELD:
                 # A table's name alone stands for the table.
                 by_name[".".join(flag.path[:-1])] = flag
-            short[flag.name].append(flag)
+            for name in (flag.name, *flag.aliases):
+                short[name].append(flag)
         ambiguous = {}
         for name, owners in short.items():
             kernel = [flag for flag in owners if flag.owner == "slime"]
@@ -180,10 +183,18 @@ def short_name(path: tuple[str, ...], key: str) -> str:
 NAME_FIELD = PluginTable.model_fields["name"]
 
 
-def option_flags(config: type[BaseModel], path: tuple[str, ...], owner: str, *, prefix: str = "") -> Iterable[Flag]:
-    """The flags of a plugin's options."""
+def option_flags(
+    config: type[BaseModel],
+    path: tuple[str, ...],
+    owner: str,
+    *,
+    prefix: str = "",
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Iterable[Flag]:
+    """The flags of a plugin's options. `aliases`: options by other names of their flags."""
     for key, info in config.model_fields.items():
-        yield Flag(name=prefix + key.replace("_", "-"), path=(*path, key), owner=owner, field=info)
+        others = tuple(alias for alias, option in aliases.items() if option == key)
+        yield Flag(name=prefix + key.replace("_", "-"), path=(*path, key), owner=owner, field=info, aliases=others)
 
 
 def bare_type(annotation: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -23,6 +24,19 @@ class DriverConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A function of the library behind a plugin that behaves otherwise while a run uses it. No file is changed."""
+
+    target: str
+    """`package.module.Class.method`."""
+    purpose: str
+    when: str
+    """Which runs have it."""
+    found: bool
+    """The installed library has the target; without it the run lacks the purpose."""
+
+
 class Driver(ABC, Generic[T_co]):
     """A named choice. Subclasses set `Config` and implement `build`; the class itself is never instantiated.
 
@@ -32,11 +46,19 @@ class Driver(ABC, Generic[T_co]):
 
     api_version: ClassVar[int] = API_VERSION
     Config: ClassVar[type[DriverConfig]] = DriverConfig
+    flag_aliases: ClassVar[Mapping[str, str]] = {}
+    """Options by the names that their flags have elsewhere, without dashes in front: `--rollout-model` for `{"rollout-model":
+    "model"}`. They are understood while the plugin is chosen, and have no prefix."""
 
     @classmethod
     @abstractmethod
     def build(cls, config: Any) -> T_co:
         """The object of the contract. `config` is an instance of `cls.Config`; heavy imports happen here."""
+
+    @classmethod
+    def patches(cls) -> Sequence[Patch]:
+        """Everything that it patches, for the listing."""
+        return ()
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:

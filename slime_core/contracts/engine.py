@@ -95,6 +95,8 @@ class EngineSetup:
     """Which of them this is. The first one serves; on the others nothing but `start`, `health` and `stop` is called."""
     rendezvous: str | None = None
     """HOST:PORT on the first one, where they meet."""
+    transport: str | None = None
+    """Name of the transport that brings its weights; None: it keeps those of its folder."""
     offload: bool = False
     """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
     routed_experts: bool = False
@@ -226,6 +228,7 @@ class EngineLayout:
     """Of each engine."""
     devices_flag: str
     """Where that is said: `--rollout-num-gpus-per-engine`."""
+    num_engines: int = 1
     num_nodes: int = 1
     routed_experts: bool = False
     """See `EngineSetup.routed_experts`."""

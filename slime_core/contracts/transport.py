@@ -18,7 +18,8 @@ from slime_core.contracts.driver import Driver
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_core.types.report import PublishReport
+    from slime_core.contracts.engine import EngineLayout
+    from slime_core.types.report import ComparedWith, PublishReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,8 @@ class SentReport:
 
     bytes_sent: int = 0
     buckets: int = 0
+    compared_with: ComparedWith | None = None
+    """See `PublishReport`."""
 
 
 class WeightSender(ABC):
@@ -122,6 +125,11 @@ class TransportDriver(Driver[WeightTransport]):
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
         """What does not fit between its options and those of the engine."""
+        return []
+
+    @classmethod
+    def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
+        """What does not fit between its options and what the engines are started with."""
         return []
 
     @classmethod

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+ComparedWith: TypeAlias = Literal["trainer", "engines"]
+"""`engines`: with one another, which shows that they hold the same, and not that it is the trainer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class PublishReport:
     seconds: float
     bytes_sent: int
     buckets: int
+    compared_with: ComparedWith | None = None
+    """What the engines' weights were compared with afterwards; None: with nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

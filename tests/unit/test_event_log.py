@@ -8,8 +8,18 @@ import pytest
 from slime_core.errors import EngineError, StorageError
 from slime_core.event_log import EventLog
 from slime_core.hooks import Hooks
-from slime_core.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run, RunEnd, RunStart, SampleFailed
+from slime_core.hookspecs import (
+    EngineLost,
+    EngineRecovered,
+    EngineRestarted,
+    PublishEnd,
+    Run,
+    RunEnd,
+    RunStart,
+    SampleFailed,
+)
 from slime_core.testing.scripted_rollout import prompt_of
+from slime_core.types.report import PublishReport
 
 
 def test_lines_say_what_happened_and_are_appended(tmp_path):
@@ -23,13 +33,16 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
     )
     hooks.engine_restarted(EngineRestarted(run=run, rollout_id=3, engine_index=1, restarts=1, pid=4711, seconds=2.0))
     hooks.engine_recovered(EngineRecovered(run=run, rollout_id=4, engine_index=1, version=4, seconds=3.5))
+    for compared_with in ("engines", None):
+        report = PublishReport(version=4, seconds=0.5, bytes_sent=1, buckets=1, compared_with=compared_with)
+        hooks.publish_end(PublishEnd(run=run, report=report))
     hooks.sample_failed(
         SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
     )
     hooks.run_end(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines.pop(0) == {"event": "of an attempt before"}
-    assert [line.pop("attempt") for line in lines] == [2] * 6
+    assert [line.pop("attempt") for line in lines] == [2] * 7
     times = [line.pop("time") for line in lines]
     assert times == sorted(times)
     assert lines == [
@@ -37,6 +50,7 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
         {"event": "engine_lost", "rollout_id": 3, "engine": 1, "error": "EngineError: is gone\nlast words", "redispatched": 5},
         {"event": "engine_restarted", "rollout_id": 3, "engine": 1, "pid": 4711, "restarts": 1, "seconds": 2.0},
         {"event": "engine_recovered", "rollout_id": 4, "engine": 1, "version": 4, "seconds": 3.5},
+        {"event": "weights_compared", "version": 4, "compared_with": "engines"},
         {"event": "sample_failed", "group": 7, "sample": 29, "tries": 2, "will_retry": False, "error": "ValueError: no"},
         {"event": "run_end", "rollout_id": 5, "version": 5, "error": None},
     ]  # fmt: skip

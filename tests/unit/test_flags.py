@@ -207,3 +207,17 @@ def test_later_values_win():
 def test_a_key_inside_something_that_is_no_table(there):
     with pytest.raises(ConfigError, match=r"trackers\.name\.x: trackers is not a table; set trackers as a whole"):
         merge({"trackers": there}, [(("trackers", "name", "x"), 1)])
+
+
+class Served(BaseModel):
+    addresses: list[str] = Field(default=[])
+
+
+def test_a_plugins_option_by_another_name():
+    """No listing has it, and the kernel's own flags win over it."""
+    aliases = {"their-addresses": "addresses", "seed": "addresses"}
+    flags = list(option_flags(Served, ("engine",), "acme", prefix="acme-", aliases=aliases))
+    table = FlagTable.of([*kernel_flags(), *flags])
+    assert parse("--their-addresses", "a,b", table=table) == [(("engine", "addresses"), ["a", "b"])]
+    assert parse("--acme-addresses", "a", "--seed", "3", table=table)[1] == (("seed",), "3")
+    assert [flag.name for flag in flags] == ["acme-addresses"]

@@ -90,7 +90,7 @@ def served(tiny, tmp_path_factory):
     background = Background()
     engine = Sglang.build(Sglang.Config(start_timeout=240))
     try:
-        info = background.run(engine.start(setup_for(tiny, run_dir)))
+        info = background.run(engine.start(setup_for(tiny, run_dir, transport="delta")))
         yield Served(info, tiny, run_dir / "logs" / "sglang-0-0.log")
     finally:
         background.run(engine.stop())

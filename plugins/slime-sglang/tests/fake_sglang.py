@@ -2,9 +2,22 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+DEATH = """\
+Traceback (most recent call last):
+ModuleNotFoundError: No module named 'optional'
+[2026-01-01 00:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 1, in run
+    raise ValueError("x")
+ValueError: context_length is too long
+
+[2026-01-01 00:00:01] Received sigquit from a child process.
+Traceback (most recent call last):
+EOFError"""
 
 
 class FakeSglang(ThreadingHTTPServer):
@@ -73,13 +86,19 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(60)
         if behave == "answers garbage" and not probe:
             return self.send(200, "<html>bad gateway</html>")
+        if behave == "hangs up once" and not probe:
+            self.server.behave = "well"
+            self.close_connection = True
+            return None
         if isinstance(behave, int) and not probe:
             return self.send(behave, {"error": {"message": "Requested token count exceeds the context"}})
         version = self.server.model_info["weight_version"]
         if behave == "answers another version" and not probe:
             version = "17"
         count = options["sampling_params"]["max_new_tokens"]
+        asked = options.get("input_ids", [])[options.get("logprob_start_len", 0) :] if not count else []
         meta = {
+            "input_token_logprobs": [[-0.5, token, None] for token in asked],
             "finish_reason": {"type": "length"},
             "output_token_logprobs": [[-1.0, 3, None]] * count,
             "weight_version": version,
@@ -102,6 +121,10 @@ def main():
     print("told", json.dumps(told), flush=True)
     if "dies" in options["model_path"]:
         sys.exit("no kernel image is available")
+    if "kills" in options["model_path"]:
+        # As SGLang does: a process of it reports, and the main one has all of them killed.
+        print(DEATH, flush=True)
+        os.killpg(0, signal.SIGKILL)
     if "hangs" in options["model_path"]:
         time.sleep(60)
     FakeSglang({}, token=options["api_key"], port=options["port"]).serve_forever()

@@ -112,7 +112,10 @@ def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
 
 @pytest.mark.sglang
 def test_another_token(run_file, tmp_path, fake):
-    said = slime(run_file, tmp_path, *external(fake(), tmp_path, token="other"), code=5)
+    flags = external(fake(), tmp_path, token="other")
+    # By the name that it has elsewhere.
+    flags[flags.index("--sglang-external-engine-addrs")] = "--rollout-external-engine-addrs"
+    said = slime(run_file, tmp_path, *flags, code=5)
     assert "refuses the token" in said
     assert "engine.external_engine_token_file" in said
 

@@ -124,6 +124,21 @@ async def test_a_paused_server_is_well(fake, engine):
             await started.health()
 
 
+async def test_a_closed_connection_is_replaced_once(fake, engine):
+    """A server that was idle may close one on which a request has just arrived; one that closes the next too is dead."""
+    server = fake()
+    async with engine(server) as started:
+        for ask in (
+            lambda: started.generate([ask_for(3)]),
+            lambda: started.score([np.array([5, 6, 7], np.int32)], [2]),
+        ):
+            server.behave = "hangs up once"
+            (answer,) = await ask()
+            assert len(getattr(answer, "token_ids", answer)) in (2, 3)
+    ids = [options["rid"] for path, options in server.requests if path == "/generate" and "rid" in options]
+    assert len(ids) == len(set(ids)) == 4, "an id is not used twice"
+
+
 async def test_memory_is_given_back_by_parts(fake, engine):
     """SGLang dies of a tag that was not released, and of one that was released twice."""
     server = fake()

@@ -2,12 +2,18 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from engine_setup import setup_for
 
+from slime_core.cli.main import main
+from slime_sglang.launching import hooks_for, options_for
+from slime_sglang.plugin import Sglang
 from slime_sglang.server import hooks
+from slime_sglang.server.hook_table import FOLDERS, HOOKS, in_source
 from slime_sglang.server.loading import CAN_VERIFY
 
 pytestmark = pytest.mark.sglang
@@ -17,10 +23,11 @@ pytestmark = pytest.mark.sglang
 def updater(monkeypatch):
     """A class for SGLang's registry to hook in the place of its WeightUpdater."""
     module = ModuleType("pretended")
-    methods = {name: lambda self, *args: "loaded unchecked" for name in hooks.LOADING}
-    module.Updater = type("Updater", (), methods)
+    around = {target.rpartition(".")[2]: hooks.AROUND[target] for target in FOLDERS.targets}
+    module.Updater = type("Updater", (), {name: lambda self, *args: "loaded unchecked" for name in around})
     monkeypatch.setitem(sys.modules, "pretended", module)
-    monkeypatch.setattr(hooks, "UPDATER", "pretended.Updater")
+    monkeypatch.setattr(hooks, "AROUND", {f"pretended.Updater.{name}": hook for name, hook in around.items()})
+    monkeypatch.setattr(hooks, "FOLDERS", replace(FOLDERS, targets=tuple(hooks.AROUND)))
     return module.Updater
 
 
@@ -31,15 +38,15 @@ def apply():
     registry = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(registry)
     HookRegistry, HookType = registry.HookRegistry, registry.HookType
-    for name, hook in hooks.LOADING.items():
-        HookRegistry.register(f"{hooks.UPDATER}.{name}", hook, HookType.AROUND)
+    for target, hook in hooks.AROUND.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
     # Somebody else's, around ours or inside.
-    HookRegistry.register(f"{hooks.UPDATER}.update_weights_from_disk", lambda *args: None, HookType.BEFORE)
+    HookRegistry.register("pretended.Updater.update_weights_from_disk", lambda *args: None, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
 
 def test_a_server_verifies_if_its_loading_is_hooked(updater):
-    with pytest.raises(NotImplementedError, match=r"no pretended\.Updater\.update_weights_from_disk"):
+    with pytest.raises(NotImplementedError, match=r"pretended\.Updater\.update_weights_from_disk is not hooked"):
         hooks.check_weights(None, None, CAN_VERIFY)
     apply()
     assert hooks.check_weights(None, None, CAN_VERIFY) is None
@@ -52,3 +59,44 @@ def test_a_hook_that_could_not_be_put_in_is_missed(updater):
     assert updater.update_weights_from_tensor.__wrapped__
     with pytest.raises(NotImplementedError, match="update_weights_from_disk"):
         hooks.check_weights(None, None, CAN_VERIFY)
+
+
+def test_every_target_has_something_around_it_and_is_there():
+    targets = [target for hook in HOOKS for target in hook.targets]
+    assert sorted(targets) == sorted(hooks.AROUND)
+    assert [target for target in targets if not in_source(target)] == []
+    assert not in_source("sglang.srt.layers.sampler.murmur_hash")
+    assert not in_source("sglang.srt.nowhere.murmur_hash32")
+    assert not in_source("nowhere.at_all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "names"),
+    [
+        ({}, {}, ["checks", "draws", "cpu-seeds"]),
+        ({"transport": "disk"}, {"deterministic": False}, ["checks", "folders"]),
+        ({"transport": "ipc", "routed_experts": True}, {"deterministic": False}, ["checks", "cpu-experts"]),
+        ({"device": "cuda", "transport": "delta", "routed_experts": True}, {}, ["checks", "folders"]),
+        ({"device": "cuda"}, {"deterministic": True}, ["checks", "draws"]),
+        ({"reward_model": True}, {}, ["score-head", "cpu-seeds"]),
+        ({"reward_model": True, "device": "cuda"}, {}, ["score-head"]),
+    ],
+)
+def test_a_server_has_the_hooks_that_its_run_needs(settings, config, names, tmp_path):
+    setup = setup_for(tmp_path, tmp_path, **settings)
+    assert hooks_for(setup, options_for(Sglang.Config(**config), setup, 0)) == names
+
+
+def test_the_listing_says_what_is_hooked_and_what_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["slime", "plugins", "show", "sglang"])
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    lines = capsys.readouterr().out.splitlines()
+    for hook in HOOKS:
+        for target in hook.targets:
+            (line,) = [line for line in lines if target in line]
+            assert hook.purpose in line
+            assert hook.when in line
+            assert line.rstrip().endswith("yes")

@@ -107,6 +107,18 @@ async def test_one_that_dies(setup, fake):
         await start(replace(setup, model_path=Path("/dies")))
 
 
+async def test_one_that_kills_itself(setup, fake):
+    """The signal is its own, and says nothing; its own error is the news. An attempt before wrote to the same log."""
+    log = setup.run_dir / "logs" / "sglang-0-0.log"
+    log.parent.mkdir()
+    log.write_text("Scheduler hit an exception: Traceback (most recent call last):\nOSError: of an attempt before\n")
+    with pytest.raises(EngineError) as caught:
+        await start(replace(setup, model_path=Path("/kills")))
+    headline = str(caught.value).splitlines()[0]
+    assert "SGLang failed: ValueError: context_length is too long (it was killed by SIGKILL) at start" in headline
+    assert "an attempt before" not in str(caught.value)
+
+
 async def test_one_that_hangs(setup, fake):
     with pytest.raises(EngineError, match=r"(?s)has not answered in 2 s \(engine.start_timeout\).*loading /hangs"):
         await start(replace(setup, model_path=Path("/hangs")), start_timeout=2)

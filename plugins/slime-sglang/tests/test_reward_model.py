@@ -27,7 +27,7 @@ def rollout_start(event):
         (server,) = [
             child.pid
             for child in psutil.Process().children(recursive=True)
-            if child.cmdline()[1:] == ["-m", "slime_sglang.server.launch"]
+            if child.cmdline()[1:3] == ["-m", "slime_sglang.server.launch"]
         ]
         (event.run.run_dir / "killed").write_text(str(server))
         os.kill(server, signal.SIGKILL)

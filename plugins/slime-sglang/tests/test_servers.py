@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_setup import setup_for
+from through_middlewares import require_middlewares
 
 from slime_core.contracts.engine import Capability
 from slime_core.errors import EngineError
@@ -79,6 +80,8 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
         assert len(await engine.generate(requests)) == len(requests)
         await router.add(server)
         assert server.address in await router.workers()
+
+        await require_middlewares(router.connection, tiny, tmp_path)
 
         waiting = asyncio.ensure_future(engine.generate([long(9)]))
         await asyncio.sleep(0.1)

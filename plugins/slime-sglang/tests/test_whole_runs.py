@@ -29,7 +29,7 @@ def rollout_start(event):
     if event.rollout_id != 1:
         return
     children = psutil.Process().children(recursive=True)
-    servers = [child.pid for child in children if child.cmdline()[1:] == ["-m", "slime_sglang.server.launch"]]
+    servers = [child.pid for child in children if child.cmdline()[1:3] == ["-m", "slime_sglang.server.launch"]]
     (event.run.run_dir / "servers").write_text(" ".join(map(str, servers)))
     os.kill(servers[0], signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (servers[0], signal.SIGKILL)).start()

@@ -44,7 +44,11 @@ class DirectTransport(WeightTransport):
             raise EngineError(f"transport direct: the trainer exported no weights for version {version}.")
         await self._verify(engines, version)
         return PublishReport(
-            version=version, seconds=time.perf_counter() - started, bytes_sent=bytes_sent, buckets=buckets
+            version=version,
+            seconds=time.perf_counter() - started,
+            bytes_sent=bytes_sent,
+            buckets=buckets,
+            compared_with="engines" if self._config.check_weight_update_equal else None,
         )
 
     async def _verify(self, engines: EngineLink, version: int) -> None:

@@ -297,7 +297,15 @@ class SglangEngine(RolloutEngine):
     async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
         if not count:
             return np.empty(0, np.float32)
-        server = self._at(place)
+        try:
+            return await self._score_once(self._at(place), tokens, count)
+        except ConnectionLost:
+            self._ready()
+            return await self._score_once(self._at(place), tokens, count)
+
+    async def _score_once(
+        self, server: Connection, tokens: npt.NDArray[np.int32], count: int
+    ) -> npt.NDArray[np.float32]:
         rid = self._rids.next_for("score")
         reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
         return scored(reply, tokens, count, server.name)

@@ -106,7 +106,7 @@ class Fleet:
                 if process.exit_code is not None:
                     on_death(
                         EngineError(
-                            f"{self.name}: its process {process.pid} {process.ending}. Last lines of {process.log}:\n"
+                            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n"
                             f"{process.last_lines()}"
                         )
                     )

@@ -18,6 +18,7 @@ from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.plugin import problem_of_devices, server_options
 from slime_sglang.process import ServerProcess, address_of, free_port
+from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, SCORE_HEAD
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -29,6 +30,9 @@ ANSWER_S: Final = 3.0
 ATTEMPTS: Final = 3
 """Ports that are tried: between finding a free one and using it, somebody else may take it."""
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+CHECKED_TRANSPORTS: Final = ("disk", "delta")
+"""Weights that come by them are checked inside the server."""
 
 MARGIN: Final = 8
 """Tokens beyond the run's longest sequence: SGLang cuts answers a little before its context is full, and says nothing."""
@@ -116,6 +120,21 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     return options | chosen
 
 
+def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
+    """Names of the hooks that a server with these options needs."""
+    on_cpu, deterministic = setup.device == "cpu", bool(options.get("enable_deterministic_inference"))
+    generates = not setup.reward_model
+    needed = {
+        CHECKS: generates,
+        FOLDERS: setup.transport in CHECKED_TRANSPORTS,
+        SCORE_HEAD: setup.reward_model,
+        DRAWS: generates and deterministic,
+        CPU_SEEDS: deterministic and on_cpu,
+        CPU_EXPERTS: setup.routed_experts and on_cpu,
+    }
+    return [hook.name for hook, wanted in needed.items() if wanted]
+
+
 def tokens_in_flight(setup: EngineSetup) -> int:
     """Keys and values to keep on a CPU: of all sequences, but no more than 200,000 tokens; the others wait."""
     return min(max(setup.max_batch * setup.max_context_len, 20_000), 200_000)
@@ -155,6 +174,7 @@ async def start_server(
     """A server that answers, to a token of its own or to a common one; on a machine that is not an engine's first, its part
     of one. EngineError with its last lines if it dies, or does not answer in time."""
     options = options_for(config, setup, place)
+    hooks = hooks_for(setup, options)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
     environment = environment_for(setup, devices, options["tp_size"])
     name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
@@ -166,7 +186,7 @@ async def start_server(
         bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
         if bootstrap_port is not None:
             own["disaggregation_bootstrap_port"] = bootstrap_port
-        process = ServerProcess(MODULE, options | own, log=log, environment=environment)
+        process = ServerProcess(MODULE, options | own, log=log, environment=environment, arguments=hooks)
         connection = Connection(pool, address_of(setup.host, port), token, name)
         try:
             if await is_up(connection, process, deadline, serves=not setup.node_rank):
@@ -183,7 +203,7 @@ async def start_server(
             )
         if not process.found_its_port_taken or attempt == ATTEMPTS:
             break
-    raise EngineError(f"{name}: SGLang {process.ending} at start. Last lines of {log}:\n{process.last_lines()}")
+    raise EngineError(f"{name}: SGLang {process.why} at start. Last lines of {log}:\n{process.last_lines()}")
 
 
 async def is_up(connection: Connection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.driver import DriverConfig, Patch
 from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 from slime_sglang.option_choices import Choices
+from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_sglang.server_args import OWNED, ServerOption, installed_options
 
 if TYPE_CHECKING:
@@ -200,6 +202,7 @@ class Sglang(EngineDriver):
     ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
 
     spans_nodes = True
+    flag_aliases: ClassVar[Mapping[str, str]] = {"rollout-external-engine-addrs": "external_engine_addrs"}
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:
@@ -229,6 +232,14 @@ class Sglang(EngineDriver):
                 f"engine.servers = {config.dp_size}, or more engines."
             )
         return problems
+
+    @classmethod
+    def patches(cls) -> Sequence[Patch]:
+        return [
+            Patch(target=target, purpose=hook.purpose, when=hook.when, found=in_source(target))
+            for hook in HOOKS
+            for target in hook.targets
+        ]
 
     @classmethod
     def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:

@@ -6,14 +6,22 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+STAMP: Final = re.compile(r"^\[[^\]]*\] ")
+"""What SGLang's loggers begin a line with."""
+FATAL: Final = "hit an exception: "
+"""The process that says so has the others killed."""
+TRACEBACK: Final = "Traceback (most recent call last):"
+SHOWN: Final = 300
+"""Characters of a line."""
 LAST_LINES: Final = 25
 """Of the log, shown when a server dies."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
@@ -32,17 +40,38 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-class ServerProcess:
-    """Its options go to stdin, as one line of JSON; its output to `log`, which only the user may read: SGLang writes
-    its options there, the token among them."""
+def errors_in(lines: Sequence[str]) -> Iterator[tuple[bool, str]]:
+    """The line that ends each traceback, and whether it is one that ends the server."""
+    fatal: bool | None = None
+    for line in lines:
+        text = STAMP.sub("", line)
+        if text.endswith(TRACEBACK):
+            fatal = FATAL in text
+        elif fatal is not None and text and not text[0].isspace():
+            yield fatal, text[:SHOWN]
+            fatal = None
 
-    def __init__(self, module: str, options: Mapping[str, Any], *, log: Path, environment: Mapping[str, str]) -> None:
+
+class ServerProcess:
+    """`arguments` stand on its command line. Its options go to stdin, as one line of JSON; its output to `log`, which only the
+    user may read: SGLang writes its options there, the token among them."""
+
+    def __init__(
+        self,
+        module: str,
+        options: Mapping[str, Any],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        arguments: Sequence[str] = (),
+    ) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._start = log.stat().st_size if log.exists() else 0
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=descriptor,
                 stderr=descriptor,
@@ -74,9 +103,32 @@ class ServerProcess:
             return "runs"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    @property
+    def own_error(self) -> str | None:
+        """What SGLang says that it ends of. One of its processes reports a traceback and has all of them killed, so that the
+        signal says nothing; else it is the last traceback of a program that has ended by itself."""
+        errors = list(errors_in(self._lines()))
+        fatal = [error for hit, error in errors if hit]
+        if fatal:
+            return fatal[0]
+        ended_itself = self.exit_code not in (None, 0, -signal.SIGKILL)
+        return errors[-1][1] if errors and ended_itself else None
+
+    def _lines(self) -> list[str]:
+        """Of this process: a log goes on where that of an attempt before ended."""
+        with self.log.open("rb") as file:
+            file.seek(self._start)
+            return file.read().decode(errors="replace").splitlines()
+
+    @property
+    def why(self) -> str:
+        """Its ending, behind what it says of it itself."""
+        error = self.own_error
+        return self.ending if error is None else f"failed: {error} (it {self.ending})"
+
     def last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(f"  {line[:300]}" for line in lines[-LAST_LINES:])
+        lines = self._lines()
+        return "\n".join(f"  {line[:SHOWN]}" for line in lines[-LAST_LINES:])
 
     @property
     def found_its_port_taken(self) -> bool:

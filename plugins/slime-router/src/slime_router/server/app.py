@@ -72,7 +72,7 @@ def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) 
         except msgspec.MsgspecError as error:
             return json_error(422, f'{error}; {{"url": "http://HOST:PORT"}} is wanted')
         except ConfigError as error:
-            return json_error(422, str(error).replace("--upstream", "url"))
+            return json_error(422, str(error))
         location = f"/workers/{upstream.id}"
         accepted = {"status": "accepted", "worker_id": upstream.id, "url": upstream.url, "location": location}
         return json_answer(accepted, 202, {"location": location})

@@ -43,7 +43,7 @@ class Upstreams:
         self._by_number: dict[int, Upstream] = {}
         self._turn = 0
         for url in urls:
-            self.add(url)
+            self.add(url, where="--upstream")
 
     def __iter__(self) -> itertools.chain[Upstream]:
         return itertools.chain(self._by_number.values())
@@ -51,9 +51,9 @@ class Upstreams:
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def add(self, url: str) -> Upstream:
-        """The one of that address, a new one or one that was there. ConfigError if it is no address."""
-        url = checked(url)
+    def add(self, url: str, *, where: str = "url") -> Upstream:
+        """The one of that address, a new one or one that was there. ConfigError if it is no address; `where`: its key."""
+        url = checked(url, where)
         for upstream in self:
             if upstream.url == url:
                 return upstream
@@ -101,11 +101,11 @@ class Upstreams:
             upstream.up = False
 
 
-def checked(url: str) -> str:
+def checked(url: str, where: str) -> str:
     try:
         parsed = URL(url)
     except ValueError:
         parsed = URL()
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query_string or parsed.fragment:
-        raise ConfigError(f'--upstream "{url}": not an address; one looks like http://127.0.0.1:30000.')
+        raise ConfigError(f'{where} "{url}": not an address; one looks like http://127.0.0.1:30000.')
     return str(parsed).rstrip("/")

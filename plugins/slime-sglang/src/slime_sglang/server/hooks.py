@@ -1,15 +1,20 @@
+<<<<<<< HEAD
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
 Everywhere: three more actions of /weights_checker, checks before weights are loaded from a folder of slime's, no bias
 that nobody trained in the head of a reward model, and draws that do not depend on what else is in a batch. On a CPU,
 where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that somebody
 else started has none of this.
+=======
+"""What is put around functions of SGLang in the servers that slime starts, through SGLang's own hook registry. `hook_table`
+has what for and when; a server that somebody else started has none of it.
+>>>>>>> flags
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,20 +22,25 @@ import torch
 
 from slime_sglang.server.checksum import ACTION, checksum_of_weights
 from slime_sglang.server.draws import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
+from slime_sglang.server.hook_table import (
+    BATCH_INVARIANT,
+    CHECKER,
+    CPU_SEEDS,
+    FOLDERS,
+    FROM_DISK,
+    FROM_DISTRIBUTED,
+    FROM_TENSOR,
+    HASH,
+    HOOKS,
+    LOAD,
+    REGISTER_MEMORY,
+    SORTED_DRAWS,
+    ServerHook,
+)
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
-UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-LOADING: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        "update_weights_from_disk": load_from_disk,
-        "update_weights_from_tensor": forget_base,
-        "update_weights_from_distributed": forget_base,
-    }
-)
-"""Methods of it, and what is put around them."""
-LOAD: Final = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 LOOKED_UP: Final = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -42,26 +52,38 @@ KEPT: Final[list[Any]] = []
 """Kernels end with the object that registered them."""
 
 
-def register_hooks(*, on_cpu: bool) -> None:
-    """Registered here, applied by SGLang's `load_plugins` in each of its processes."""
+def register_hooks(names: Collection[str], *, on_cpu: bool) -> None:
+    """Those of `hook_table` with these names; registered here, applied by SGLang's `load_plugins` in each of its
+    processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", check_weights, HookType.AROUND)
-    for name, hook in LOADING.items():
-        HookRegistry.register(f"{UPDATER}.{name}", hook, HookType.AROUND)
-    HookRegistry.register(LOAD, clear_bias, HookType.AROUND)
-    HookRegistry.register(f"{SAMPLER}.{SORTED}", draw_by_token, HookType.AROUND)
-    if on_cpu:
-        HookRegistry.register(
-            "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
-        )
-        HookRegistry.register(
-            "sglang.srt.mem_cache.pool_host.common._cuda_host_register", leave_unregistered, HookType.AROUND
-        )
+    for hook in hooks_called(names):
+        for target in targets_of(hook):
+            HookRegistry.register(target, AROUND[target], HookType.AROUND)
+    if CPU_SEEDS.name in names:
         allow_native_attention()
-        if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-            HookRegistry.register(f"{SAMPLER}.murmur_hash32", hash_in_torch, HookType.AROUND)
+    if on_cpu:
         declare_kernels()
+
+
+def hooks_called(names: Collection[str]) -> list[ServerHook]:
+    return [hook for hook in HOOKS if hook.name in names]
+
+
+def targets_of(hook: ServerHook) -> list[str]:
+    """Its targets here: where `sgl_kernel` has the hash, it stays."""
+    has_hash = hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu")
+    return [target for target in hook.targets if not (target == HASH and has_hash)]
+
+
+def missing_targets(names: Collection[str]) -> list[tuple[ServerHook, str]]:
+    """What SGLang could not hook in this process: it logs that, and goes on."""
+    return [
+        (hook, target)
+        for hook in hooks_called(names)
+        for target in targets_of(hook)
+        if not is_hooked(target, AROUND[target])
+    ]
 
 
 def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
@@ -79,10 +101,9 @@ def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
 
 def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     if action == CAN_VERIFY:
-        # SGLang only logs a hook that it could not apply.
-        missing = [name for name, hook in LOADING.items() if not is_hooked(f"{UPDATER}.{name}", hook)]
+        missing = [target for target in FOLDERS.targets if not is_hooked(target, AROUND[target])]
         if missing:
-            raise NotImplementedError(f"{CAN_VERIFY}: this SGLang has no {UPDATER}.{missing[0]} to check folders in")
+            raise NotImplementedError(f"{CAN_VERIFY}: folders are not checked here, {missing[0]} is not hooked")
         return None
     if action == DRAWS_BY_TOKEN:
         if not draws_by_token():
@@ -147,3 +168,19 @@ def declare_kernels() -> None:
     for name in LOOKED_UP:
         if not hasattr(torch.ops.sgl_kernel, name):
             torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
+
+
+AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        CHECKER: check_weights,
+        FROM_DISK: load_from_disk,
+        FROM_TENSOR: forget_base,
+        FROM_DISTRIBUTED: forget_base,
+        LOAD: clear_bias,
+        SORTED_DRAWS: draw_by_token,
+        BATCH_INVARIANT: use_cpu_kernels,
+        HASH: hash_in_torch,
+        REGISTER_MEMORY: leave_unregistered,
+    }
+)
+"""What is put around each target."""

@@ -1,7 +1,8 @@
-"""The server's main program: `python -m slime_sglang.server.launch`, its arguments as JSON in stdin's first line.
+"""The server's main program: `python -m slime_sglang.server.launch HOOK...`, its arguments as JSON in stdin's first line.
 
 Nothing secret stands on the command line. Stdin stays open for as long as the parent lives: at its end the whole
-process group dies, whatever it is doing. The processes that SGLang spawns import this module again, and get the shims.
+process group dies, whatever it is doing. The processes that SGLang spawns import this module again, with the same command
+line: they get the shims and the hooks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ if ON_CPU:
 
     install_stubs()
 
-from slime_sglang.server.hooks import register_hooks  # noqa: E402 - what is stubbed must be so before SGLang is imported
+from slime_sglang.server.hooks import missing_targets, register_hooks  # noqa: E402 - what is stubbed must be so before SGLang is imported
 from slime_sglang.server.parent import die_with_parent  # noqa: E402
 
-register_hooks(on_cpu=ON_CPU)
+HOOKS: Final = sys.argv[1:]
+register_hooks(HOOKS, on_cpu=ON_CPU)
 
 
 def main() -> None:
@@ -34,6 +36,11 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
+    for hook, target in missing_targets(HOOKS):
+        told = f"slime: this SGLang has no {target}, which is hooked for: {hook.purpose} ({hook.when})."
+        if hook.essential:
+            sys.exit(told)
+        print(told, file=sys.stderr, flush=True)
     run_server(ServerArgs(**options))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
+from slime_core.types.report import ComparedWith
 from slime_sglang.server.checksum import ACTION
 from slime_sglang.transports.flat import FlatBucket, checksum
 from slime_sglang.transports.servers import Servers
@@ -42,9 +43,10 @@ class Digests:
         return sorted({*held, *missing} - set(sent))
 
 
-def require_equal(servers: Servers, engines: Sequence[EngineEndpoint], digests: Digests, version: int) -> None:
+def require_equal(servers: Servers, engines: Sequence[EngineEndpoint], digests: Digests, version: int) -> ComparedWith:
     """EngineError naming the engine and the tensors. Where a server cannot name whole tensors (several ranks, quantised
-    weights, not started by slime) engines are compared with one another by SGLang's own checksum."""
+    weights, fused experts, not started by slime) such servers are compared with one another by SGLang's own checksum: if all
+    of them got the same wrong weights, nothing shows it. The answer says if that is how any was compared."""
     refused: list[tuple[EngineEndpoint, EngineError]] = []
     calls = servers.each(engines, CHECK, {"action": ACTION}, what=f"checking version {version}")
     for engine, call in zip(engines, calls, strict=True):
@@ -62,13 +64,15 @@ def require_equal(servers: Servers, engines: Sequence[EngineEndpoint], digests: 
             )
     if refused:
         compare(servers, [engine for engine, _ in refused], version, refused[0][1])
+    return "engines" if refused else "trainer"
 
 
 def compare(servers: Servers, engines: Sequence[EngineEndpoint], version: int, reason: EngineError) -> None:
     if len(engines) < 2:
         raise EngineError(
-            f"check_weight_update_equal: engine {engines[0].index} cannot name its tensors, and there is no second "
-            f"engine like it to compare it with: {reason}"
+            f"sync.check_weight_update_equal: engine {engines[0].index} cannot name its tensors, and there is no second "
+            "server like it to compare it with. Say --no-check-weight-update-equal; or have servers of one device, with plain "
+            f"weights, that slime starts. It says: {reason}"
         )
     answers: list[Any] = servers.wait(
         servers.each(engines, CHECK, {"action": OWN_ACTION}, what=f"checking version {version}")

@@ -12,6 +12,7 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.transport import TransportDriver
 
 if TYPE_CHECKING:
+    from slime_core.contracts.engine import EngineLayout
     from slime_core.contracts.example import Example
     from slime_sglang.transports.delta import DeltaSender
     from slime_sglang.transports.disk import DiskSender
@@ -25,10 +26,23 @@ class SentConfig(DriverConfig):
     """Bytes per bucket. Two are alive at a time on the sending rank, and about two on each rank of an engine: with
     little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
     check_weight_update_equal: bool = False
-    """Compare every tensor that the engines hold after a push with the trainer's, by checksum. It reads all weights to
-    the host on both sides."""
+    """After each push compare every tensor in the servers' memory with the trainer's, by checksum; it reads all weights to
+    the host on both sides. That is for servers that the run starts, of one rank each (`tp_size`, `pp_size`), with dense
+    weights that are not quantised. Others, if there are several, are only compared with one another, which
+    `weights_compared` in events.jsonl says."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for any one call: a bucket, a file, a group."""
+
+
+def unnamed(engine: Any, layout: EngineLayout) -> str | None:
+    """Why its servers do not know which whole tensors they hold, as far as it is known before they start."""
+    if engine.external_engine_addrs:
+        return "engine.external_engine_addrs: servers that slime did not start"
+    if layout.num_devices > engine.servers:
+        return f"{layout.devices_flag} {layout.num_devices}: servers of {layout.num_devices // engine.servers} ranks"
+    if getattr(engine, "quantization", None) is not None:
+        return f'engine.quantization = "{engine.quantization}"'
+    return None
 
 
 class SentDriver(TransportDriver):
@@ -45,6 +59,18 @@ class SentDriver(TransportDriver):
         return [
             f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal ranks, '
             'so they cannot be told apart. Use sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
+        ]
+
+    @classmethod
+    def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
+        """Servers that can be compared neither with the trainer nor with one another."""
+        why = unnamed(engine, layout) if config.check_weight_update_equal else None
+        if why is None or layout.num_engines * engine.servers > 1:
+            return []
+        return [
+            f"sync.check_weight_update_equal = true, {why}: such a server cannot name whole tensors to compare with the "
+            "trainer's, and there is no second one to compare it with. Leave it out, or say --rollout-num-gpus "
+            f"{2 * layout.num_devices} for two engines, which are then compared with one another."
         ]
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -81,7 +82,7 @@ class ServerSender(WeightSender):
                 for _ in layers:
                     pass
             if digests is not None:
-                require_equal(self.servers, engines, digests, version)
+                report = replace(report, compared_with=require_equal(self.servers, engines, digests, version))
         self._complete = complete.union(engines)
         return report
 

@@ -29,4 +29,5 @@ class SentTransport(WeightTransport):
             seconds=time.perf_counter() - started,
             bytes_sent=sum(report.bytes_sent for report in reports),
             buckets=buckets,
+            compared_with=next((report.compared_with for report in reports if report.compared_with is not None), None),
         )
