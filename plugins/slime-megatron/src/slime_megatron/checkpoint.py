@@ -7,7 +7,7 @@ each rank R, and `megatron.json`, written last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -40,6 +47,9 @@ from slime_megatron.optimizer import parts_of
 
 MANIFEST = "megatron.json"
 STATE = "state"
+GRAD_SCALER = "grad_scaler"
+MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+"""Before the keys of float32 weights: of the distributed optimiser, and of the plain one in half precision."""
 FORMAT = 1
 Write = Callable[[dist.ProcessGroup | None], None]
 """Of what is left to write, with a process group of all ranks; None: the default one."""
@@ -271,7 +281,7 @@ def read(
 ) -> dict[str, Values]:
     """Into model, optimiser and this rank's random generators; gives the refreshed copies. All ranks call."""
     make_state(optimizer)
-    loaded = dist_checkpointing.load(whole_state(chunks, optimizer, is_loading=True), str(folder / STATE))
+    loaded = load_state(folder / STATE, whole_state(chunks, optimizer, is_loading=True))
     put_model(chunks, loaded)
     optimizer.load_state_dict(loaded["optimizer"])
     for part in parts_of(optimizer):
@@ -287,6 +297,61 @@ def read(
     if manifest.world_size == dist.get_world_size():
         restore_random_state(load_file(folder / f"rng_{dist.get_rank()}.safetensors"))
     return copies
+
+
+class OwnCommon(TorchCommonLoadStrategy):
+    """Beside tensors Megatron keeps how the optimiser was cut into parts, which is of the layout that saved: here it is of this
+    one. The loss scale alone is everyone's."""
+
+    def __init__(self, optimizer: Mapping[str, Any]) -> None:
+        self._optimizer = optimizer
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        common: dict[str, Any] = super().load_common(checkpoint_dir)
+        scaler = next(grad_scalers(common.get("optimizer")), None)
+        return common | {"optimizer": with_grad_scaler(self._optimizer, scaler)}
+
+
+def grad_scalers(state: Any) -> Iterator[Any]:
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if key == GRAD_SCALER:
+            yield value
+        else:
+            yield from grad_scalers(value)
+
+
+def with_grad_scaler(state: Any, scaler: Any) -> Any:
+    """A copy."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: scaler if key == GRAD_SCALER and scaler is not None else with_grad_scaler(value, scaler)
+        for key, value in state.items()
+    }
+
+
+def load_state(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Of whatever layout and optimiser, distributed or plain, it was saved with. Moments have the same names in all; float32
+    weights have another name in each, and none where the model's own are in float32."""
+    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    there = next((prefix for prefix in MAIN_WEIGHTS if any(key.startswith(prefix) for key in keys)), "")
+    mains, others = extract_matching_values(state["optimizer"], is_main_weight)
+    for part in nested_values(mains):
+        part.key = there + next(part.key.removeprefix(own) for own in MAIN_WEIGHTS if part.key.startswith(own))
+    _, rest = extract_matching_values(others, lambda value: isinstance(value, ShardedBase | LocalNonpersistentObject))
+    common = OwnCommon(rest)
+    loaded: dict[str, Any] = dist_checkpointing.load(
+        {**state, "optimizer": others}, str(folder), common_strategy=common
+    )
+    if mains:
+        # Apart from the model's, which may be the same tensors: one load reads each of them once.
+        found = dist_checkpointing.load({"optimizer": mains}, str(folder), common_strategy=OwnCommon({}))
+        merge(loaded["optimizer"], found["optimizer"])
+    return loaded
+
+
+def is_main_weight(part: Any) -> bool:
+    return isinstance(part, ShardedTensor | ShardedTensorFactory) and part.key.startswith(MAIN_WEIGHTS)
 
 
 def put_model(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
