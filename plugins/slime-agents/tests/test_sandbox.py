@@ -78,6 +78,18 @@ def test_jobs_share_nothing(interpreter: Interpreter) -> None:
             "import time\nfor n in range(10**6): open(f'f{n}', 'w').write('x' * 10**5); time.sleep(0.01)",
             "more than 512 KiB of files",
         ),
+        (
+            "import time\nfor n in range(10**6): open(f'f{n}', 'w').close(); time.sleep(1e-5)",
+            "more than 1000 files and folders",
+        ),
+        (
+            "import os, time\nwhile True: os.mkdir('d'); os.chdir('d'); time.sleep(1e-5)",
+            "more than 1000 files and folders",
+        ),
+        (
+            "import os, time\nfor n in range(99): os.mkdir('d' * 99); os.chdir('d' * 99)\ntime.sleep(99)",
+            "files in a folder that cannot be looked into: locked, or too deep",
+        ),
         ("print(open('/proc/self/environ').read())", "PermissionError: [Errno 13] Permission denied: '/proc/self/environ'"),
         ("print(open('/etc/passwd').read())", "PermissionError: [Errno 13] Permission denied: '/etc/passwd'"),
         ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "ValueError: not allowed to raise maximum limit"),
@@ -87,6 +99,41 @@ def test_harm_ends_with_the_code(interpreter: Interpreter, code: str, reason: st
     done = run(interpreter, code)
     assert (done.outcome, done.reason) == (Outcome.WRONG, reason)
     assert len(done.out) <= 8192
+
+
+def test_a_flood_of_folders_holds_nobody_up() -> None:
+    interpreter = Interpreter(SandboxConfig(wall_s=120, cpu_s=100, workers=2))
+
+    async def scene() -> tuple[Execution, list[Execution]]:
+        flood = asyncio.create_task(interpreter.run("import os\nn = 0\nwhile True:\n  os.mkdir(f'd{n}'); n += 1"))
+        beside = []
+        while not flood.done():
+            beside.append(await interpreter.run("print(6 * 7)"))
+        return await flood, beside
+
+    flood, beside = asyncio.run(scene())
+    assert (flood.outcome, flood.reason) == (Outcome.WRONG, "more than 1000 files and folders")
+    assert flood.seconds < 20
+    assert {done.out for done in beside} == {"42\n"}
+    assert max(done.seconds for done in beside) < 10
+    interpreter.close()
+
+
+def test_what_a_job_leaves_is_removed_however_deep_and_locked() -> None:
+    interpreter = Interpreter(SandboxConfig(wall_s=60, cpu_s=30, max_files=10**5, workers=1))
+    code = (
+        "import os\nfor name in ('a', 'b'):\n  os.mkdir(name, 0o500); open(name + '.txt', 'w').close()\n"
+        "for n in range(1500): os.mkdir('d'); os.chdir('d')\nos.mkdir('locked', 0)"
+    )
+    assert run(interpreter, code).outcome is Outcome.OK
+    # There is one worker, and what it left is its business.
+    assert run(interpreter, "print(7)").out == "7\n"
+    server = interpreter._server
+    assert server is not None
+    assert not server.has_ended
+    assert not [path for path in Path(server._folder).iterdir() if path.name.startswith("1")]
+    interpreter.close()
+    assert not Path(server._folder).exists()
 
 
 def test_nothing_outside_is_touched(interpreter: Interpreter, tmp_path: Path) -> None:

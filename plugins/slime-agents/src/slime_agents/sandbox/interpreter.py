@@ -14,11 +14,13 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any, Final
 
 from slime_agents.sandbox.execution import Execution, Outcome
+from slime_agents.sandbox.inside.scratch import remove
 from slime_agents.sandbox.terms import WALLS, SandboxConfig
 from slime_core.errors import PluginError
 
@@ -36,6 +38,7 @@ PUBLIC: Final = (
 )
 """What code may read beside its library."""
 START_S: Final = 30.0
+REMOVALS: Final = 5
 
 
 class Interpreter:
@@ -195,7 +198,13 @@ def end_process(process: subprocess.Popen[bytes], folder: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    # What it started ends a moment later than it does, and may be writing until then.
+    for _ in range(REMOVALS):
+        with contextlib.suppress(OSError):
+            remove(folder)
+        if not os.path.exists(folder):
+            return
+        time.sleep(0.05)
 
 
 def walled(bwrap: str | None, folder: str) -> list[str]:
@@ -218,6 +227,7 @@ def settings(config: SandboxConfig, folder: str) -> str:
             "cpu_s": config.cpu_s,
             "memory_bytes": config.memory_mb * 2**20,
             "file_bytes": config.file_kb * 2**10,
+            "max_files": config.max_files,
             "output_bytes": config.output_kb * 2**10,
             "workers": config.workers,
             "preload": config.preload,
@@ -249,6 +259,10 @@ def judged(answer: dict[str, Any], config: SandboxConfig) -> tuple[Outcome, str]
         return Outcome.WRONG, f"more than {config.output_kb} KiB of output"
     if cause == "files":
         return Outcome.WRONG, f"more than {config.file_kb} KiB of files"
+    if cause == "entries":
+        return Outcome.WRONG, f"more than {config.max_files} files and folders"
+    if cause == "hidden":
+        return Outcome.WRONG, "files in a folder that cannot be looked into: locked, or too deep"
     status = answer["status"]
     if status == 0:
         return Outcome.OK, ""

@@ -29,6 +29,8 @@ class SandboxConfig(DriverConfig):
     """Address space, the interpreter's own 30 MB included."""
     file_kb: int = Field(4096, gt=0)
     """What its files may take together; they are gone when it ends."""
+    max_files: int = Field(1000, gt=0)
+    """Files and folders that it may have at the same time. It is looked at some ten times a second."""
     output_kb: int = Field(64, gt=0)
     """Output beyond that ends it."""
     workers: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), gt=0)

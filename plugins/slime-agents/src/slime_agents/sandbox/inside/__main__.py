@@ -13,10 +13,8 @@ import json
 import os
 import resource
 import selectors
-import shutil
 import signal
 import socket
-import stat
 import sys
 import time
 from collections import deque
@@ -24,32 +22,43 @@ from collections.abc import Callable
 from typing import Any
 
 import job
+import scratch
 import walls
 
 CHUNK = 65536
-LOOK_AT_FILES_S = 0.1
+UNWATCHED_S = 0.1
+"""Most jobs have ended by then, and need nobody who looks at their files."""
+TOO_MUCH = {scratch.BYTES: "files", scratch.ENTRIES: "entries", scratch.HIDDEN: "hidden"}
 
 
 class Running:
     """A job on its way."""
 
-    def __init__(
-        self, number: int, pid: int, scratch: str, streams: tuple[int, int], ready: int, wall_s: float
-    ) -> None:
+    def __init__(self, number: int, pid: int, folder: str, streams: tuple[int, int], ready: int, wall_s: float) -> None:
         self.number = number
         self.pid = pid
-        self.scratch = scratch
+        self.folder = folder
         self.streams = streams
         self.ready = ready
         self.written: dict[int, bytearray] = {stream: bytearray() for stream in streams}
         self.begun = time.monotonic()
         self.deadline = self.begun + wall_s
+        self.watcher: int | None = None
+        """The process that looks at its folder."""
+        self.is_watched = False
+        """It has had one."""
         self.cause = ""
+        self.told = ""
         self.is_alive = True
 
-    def end(self, cause: str) -> None:
+    @property
+    def next_event(self) -> float:
+        return self.deadline if self.is_watched else min(self.deadline, self.begun + UNWATCHED_S)
+
+    def end(self, cause: str, told: str = "") -> None:
         """Kills its whole process group."""
-        self.cause = self.cause or cause
+        if not self.cause:
+            self.cause, self.told = cause, told
         if not self.is_alive:
             return
         try:
@@ -65,6 +74,9 @@ class Server:
         self._answers = answers
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: dict[int, Running] = {}
+        self._watchers: dict[int, Running] = {}
+        self._cleaners: set[int] = set()
+        """Processes that remove what jobs left."""
         self._selector = selectors.DefaultSelector()
         self._asked = bytearray()
         self._wake_read, self._wake_write = os.pipe()
@@ -81,18 +93,14 @@ class Server:
             readable=tuple(settings["readable"]),
             walls=frozenset({"network", "processes", "files"}),
         )
-        self._looked_at_files = 0.0
 
     def serve(self) -> None:
         self._terms = job.Terms(**{**vars(self._terms), "walls": self._standing()})
         self._say({"walls": sorted(self._terms.walls)})
         while True:
             self._start_waiting()
-            timeout = None
-            if self._running:
-                soonest = min(running.deadline for running in self._running.values())
-                timeout = max(0.0, min(LOOK_AT_FILES_S, soonest - time.monotonic()))
-            for key, _ in self._selector.select(timeout):
+            soonest = min((running.next_event for running in self._running.values() if not running.cause), default=None)
+            for key, _ in self._selector.select(None if soonest is None else max(0.0, soonest - time.monotonic())):
                 key.data(key.fd)
             self._check_limits()
             self._reap()
@@ -132,7 +140,8 @@ class Server:
     # ---------------------------------------------------------------- jobs
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._settings["workers"]:
+        # What is being removed counts too, or jobs that leave much would leave it faster than it goes.
+        while self._waiting and len(self._running) + len(self._cleaners) < self._settings["workers"]:
             request = self._waiting.popleft()
             try:
                 self._start(request)
@@ -140,21 +149,21 @@ class Server:
                 self._say({"id": request["id"], "cause": "infra", "told": f"a job could not be started: {error}"})
 
     def _start(self, request: dict[str, Any]) -> None:
-        scratch = os.path.join(self._settings["scratch"], str(request["id"]))
-        os.mkdir(scratch, 0o700)
+        folder = os.path.join(self._settings["scratch"], str(request["id"]))
+        os.mkdir(folder, 0o700)
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         ready_read, ready_write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                job.run_code(request["code"], scratch, self._terms, (out_write, err_write), ready_write)
+                job.run_code(request["code"], folder, self._terms, (out_write, err_write), ready_write)
             finally:
                 # Only a limit or wall that could not be set leads here.
                 os._exit(70)
         for end in (out_write, err_write, ready_write):
             os.close(end)
-        running = Running(request["id"], pid, scratch, (out_read, err_read), ready_read, self._settings["wall_s"])
+        running = Running(request["id"], pid, folder, (out_read, err_read), ready_read, self._settings["wall_s"])
         self._running[pid] = running
         for stream in running.streams:
             os.set_blocking(stream, False)
@@ -182,14 +191,36 @@ class Server:
         for running in self._running.values():
             if now >= running.deadline:
                 running.end("wall")
-        if now - self._looked_at_files >= LOOK_AT_FILES_S:
-            self._looked_at_files = now
-            for running in self._running.values():
-                if not holds_less(running.scratch, self._settings["file_bytes"]):
-                    running.end("files")
+            elif now >= running.next_event and not running.cause:
+                self._watch(running)
+
+    def _watch(self, running: Running) -> None:
+        """By a process of its own: a folder may hold so much that looking takes long."""
+        limits = self._settings["file_bytes"], self._settings["max_files"]
+        running.is_watched = True
+        try:
+            running.watcher = self._aside(lambda: scratch.watch(running.folder, *limits))
+        except OSError as error:
+            running.end("infra", f"nobody can look at its files: {error}")
+        else:
+            self._watchers[running.watcher] = running
+
+    def _aside(self, work: Callable[[], int]) -> int:
+        """The process that does it; its exit code is what the work returned."""
+        pid = os.fork()
+        if pid == 0:
+            status = 70
+            try:
+                signal.set_wakeup_fd(-1)
+                os.closerange(0, 4096)
+                walls.end_with_parent(signal.SIGKILL)
+                status = work()
+            finally:
+                os._exit(status)
+        return pid
 
     def _reap(self) -> None:
-        while self._running:
+        while self._running or self._watchers or self._cleaners:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
@@ -198,11 +229,20 @@ class Server:
                 return
             if pid in self._running:
                 self._finish(self._running.pop(pid), status, used)
+            elif pid in self._watchers:
+                watched = self._watchers.pop(pid)
+                watched.watcher = None
+                if watched.is_alive:
+                    watched.end(TOO_MUCH.get(os.waitstatus_to_exitcode(status), "infra"), "nobody looks at its files")
+            else:
+                self._cleaners.discard(pid)
 
     def _finish(self, running: Running, status: int, used: resource.struct_rusage) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(running.pid, signal.SIGKILL)
         running.is_alive = False
+        if running.watcher is not None:
+            os.kill(running.watcher, signal.SIGKILL)
         for stream in running.streams:
             self._read_output(running, stream)
             if stream in self._selector.get_map():
@@ -210,15 +250,15 @@ class Server:
             os.close(stream)
         is_ready = os.read(running.ready, 1) == b"r"
         os.close(running.ready)
-        remove(running.scratch)
+        self._remove(running.folder)
         out, err = (bytes(running.written[stream]).decode(errors="replace") for stream in running.streams)
         if not is_ready and not running.cause:
-            running.cause = "infra"
+            running.cause, running.told = "infra", "a limit or a wall could not be set"
         self._say(
             {
                 "id": running.number,
                 "cause": running.cause,
-                "told": "a limit or a wall could not be set" if running.cause == "infra" else "",
+                "told": running.told,
                 "out": out,
                 "err": err,
                 "status": os.waitstatus_to_exitcode(status),
@@ -226,6 +266,18 @@ class Server:
                 "seconds": time.monotonic() - running.begun,
             }
         )
+
+    def _remove(self, folder: str) -> None:
+        """What is not empty, by a process of its own."""
+
+        def removed() -> int:
+            scratch.remove(folder)
+            return 0
+
+        if not scratch.is_removed(folder):
+            # Without a process for it, it goes with the server.
+            with contextlib.suppress(OSError):
+                self._cleaners.add(self._aside(removed))
 
     # ---------------------------------------------------------------- the one who asks
 
@@ -260,32 +312,6 @@ class Server:
         data = json.dumps(answer).encode() + b"\n"
         while data:
             data = data[os.write(self._answers, data) :]
-
-
-def holds_less(folder: str, most: int) -> bool:
-    """Whether the files in it take fewer bytes on disk."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(path, name)).st_blocks * 512
-            except OSError:
-                continue
-            if total > most:
-                return False
-    return True
-
-
-def remove(folder: str) -> None:
-    """Also what its owner has locked."""
-
-    def unlock(function: Callable[..., Any], path: str, error: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            os.chmod(path, stat.S_IRWXU)
-            function(path)
-
-    shutil.rmtree(folder, onerror=unlock)
 
 
 def main() -> None:
