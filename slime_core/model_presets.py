@@ -15,7 +15,8 @@ from slime_core.errors import ConfigError, unknown_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     architecture: str
-    """`model_type` of transformers."""
+    """`model_type` of transformers. Of a model whose own type is code in its folder (Kimi K2, MiMo), the one that it is: its
+    weights load as that, and random ones can be made of it."""
     billions: float
     """Parameters, without layers of multi-token prediction."""
     fields: Mapping[str, Any]
@@ -96,6 +97,27 @@ LATENT: Final[Mapping[str, Any]] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+DEEPSEEK_V3: Final[Mapping[str, Any]] = {
+    **LATENT,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_theta": 1e4,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+}
+GLM4_355B: Final[Mapping[str, Any]] = {
+    **GLM4_MOE,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+LONG_GLM4_355B: Final[Mapping[str, Any]] = {**GLM4_355B, "max_position_embeddings": 202752}
 
 PRESETS: Final[Mapping[str, Preset]] = {
     "qwen2.5-0.5B": preset("qwen2", 0.494, (896, 4864, 24, 14, 2), **SMALL_QWEN2_5),
@@ -113,6 +135,27 @@ PRESETS: Final[Mapping[str, Preset]] = {
     "qwen3-32B": preset("qwen3", 32.8, (5120, 25600, 64, 64, 8), **QWEN3),
     "qwen3-30B-A3B": preset("qwen3_moe", 30.5, (2048, 6144, 48, 32, 4), moe_intermediate_size=768, **QWEN3_MOE),
     "qwen3-235B-A22B": preset("qwen3_moe", 235.1, (4096, 12288, 94, 64, 4), moe_intermediate_size=1536, **QWEN3_MOE),
+    "qwen3-next-80B-A3B": preset(
+        "qwen3_next",
+        79.7,
+        (2048, 5120, 48, 16, 2),
+        vocab_size=151936,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-6,
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        head_dim=256,
+        num_experts=512,
+        num_experts_per_tok=10,
+        norm_topk_prob=True,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
     "llama3.2-1B": preset("llama", 1.24, (2048, 8192, 16, 32, 8), **{**LLAMA, "tie_word_embeddings": True}),
     "llama3.2-3B": preset("llama", 3.21, (3072, 8192, 28, 24, 8), **{**LLAMA, "tie_word_embeddings": True}),
     "llama3.1-8B": preset("llama", 8.03, (4096, 14336, 32, 32, 8), **LLAMA),
@@ -130,28 +173,34 @@ PRESETS: Final[Mapping[str, Preset]] = {
         routed_scaling_factor=1.0,
         use_qk_norm=False,
     ),
-    "glm4.5-355B-A32B": preset(
-        "glm4_moe",
-        352.8,
-        (5120, 12288, 92, 96, 8),
-        **GLM4_MOE,
-        n_routed_experts=160,
-        moe_intermediate_size=1536,
-        first_k_dense_replace=3,
-        routed_scaling_factor=2.5,
-        use_qk_norm=True,
-    ),
-    "deepseek-v3": preset(
-        "deepseek_v3",
-        671.0,
-        (7168, 18432, 61, 128, 128),
-        **{**LATENT, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
-        vocab_size=129280,
-        max_position_embeddings=163840,
-        rope_theta=1e4,
+    "glm4.5-355B-A32B": preset("glm4_moe", 352.8, (5120, 12288, 92, 96, 8), **GLM4_355B),
+    "glm4.6-355B-A32B": preset("glm4_moe", 352.8, (5120, 12288, 92, 96, 8), **LONG_GLM4_355B),
+    "glm4.7-355B-A32B": preset("glm4_moe", 352.8, (5120, 12288, 92, 96, 8), **LONG_GLM4_355B),
+    "glm5-744B-A40B": preset(
+        "glm_moe_dsa",
+        743.9,
+        (6144, 12288, 78, 64, 64),
+        **{**LATENT, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"first_k_dense_replace": 3},
+        vocab_size=154880,
+        max_position_embeddings=202752,
+        rope_theta=1e6,
         n_routed_experts=256,
         moe_intermediate_size=2048,
         routed_scaling_factor=2.5,
+        index_topk=2048,
+        index_head_dim=128,
+        index_n_heads=32,
+    ),
+    "deepseek-v3": preset("deepseek_v3", 671.0, (7168, 18432, 61, 128, 128), **DEEPSEEK_V3),
+    "deepseek-v3.2": preset(
+        "deepseek_v32",
+        671.9,
+        (7168, 18432, 61, 128, 128),
+        **DEEPSEEK_V3,
+        index_topk=2048,
+        index_head_dim=128,
+        index_n_heads=64,
     ),
     "kimi-k2": preset(
         "deepseek_v3",

@@ -13,7 +13,18 @@ from slime_core.model_presets import PRESETS, Preset
 from slime_core.new_model import new_preset
 
 # One for each family and form; the others differ in numbers that were checked once in the same way.
-BUILT = ["qwen2.5-0.5B", "qwen3-4B", "qwen3-30B-A3B", "llama3.1-8B", "glm4-9B", "glm4.5-106B-A12B", "moonlight-16B-A3B"]
+BUILT = [
+    "qwen2.5-0.5B",
+    "qwen3-4B",
+    "qwen3-30B-A3B",
+    "qwen3-next-80B-A3B",
+    "llama3.1-8B",
+    "glm4-9B",
+    "glm4.5-106B-A12B",
+    "glm5-744B-A40B",
+    "deepseek-v3.2",
+    "moonlight-16B-A3B",
+]
 
 
 @pytest.mark.parametrize("name", BUILT)

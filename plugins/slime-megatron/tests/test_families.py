@@ -206,31 +206,40 @@ def test_layers_of_multi_token_prediction_travel_along(tmp_path):
 
 
 def test_kimi_is_read_as_deepseek(tmp_path):
-    folder = make_family(tmp_path / "model", "deepseek-v3")
+    folder, training = make_family(tmp_path / "model", "deepseek-v3"), TrainingBatch.make()
+    with torch.no_grad():
+        log_probs, _ = training.by_transformers(load_family(folder, torch.float64))
     expected = load_file(folder / "model.safetensors")
     file = folder / "config.json"
     raw = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.X"}}
     file.write_text(json.dumps(raw))
     with opened_one(folder) as one:
         exported = one.weights()
+        got = one.scores(training)["log_probs"]
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    assert abs(got - log_probs.numpy()).max() <= LOGITS
 
 
 def test_mimo_is_read_as_qwen2(tmp_path):
     """transformers has no such family: its config, as published, brings code of its own, which nobody runs here."""
-    folder = make_family(tmp_path / "model", "qwen2.5")
+    folder, training = make_family(tmp_path / "model", "qwen2.5"), TrainingBatch.make()
     expected = load_file(folder / "model.safetensors")
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    rotary = raw.pop("rope_parameters") | {"rope_theta": 640000}
+    file.write_text(json.dumps(raw | {"rope_parameters": rotary}))
+    with torch.no_grad():
+        log_probs, _ = training.by_transformers(load_family(folder, torch.float64))
     extra = "model.mtp_layers.0.input_proj.weight"
     changed(folder, lambda weights: weights.update({extra: torch.ones(2, 3)}))
-    file = folder / "config.json"
     published = {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1, "rope_theta": 640000}
-    raw = json.loads(file.read_text()) | published | {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
-    file.write_text(json.dumps({key: value for key, value in raw.items() if key != "rope_parameters"}))
+    file.write_text(json.dumps(raw | published | {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}))
     with opened_one(folder) as one:
-        assert one.backend._trainer.folder.bridge.config.rope_parameters["rope_theta"] == 640000
         exported = one.weights()
+        got = one.scores(training)["log_probs"]
         one.backend.save_hf(tmp_path / "saved")
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    assert abs(got - log_probs.numpy()).max() <= LOGITS
     assert extra in load_file(tmp_path / "saved/model.safetensors")
 
 
