@@ -31,7 +31,7 @@ SGLANG := aiohttp apache-tvm-ffi cffi compressed-tensors distro einops fastapi g
 	msgspec openai orjson partial-json-parser pillow prometheus-client psutil pybase64 python-multipart pyzmq sentencepiece \
 	setproctitle soundfile uvicorn uvloop watchfiles xgrammar
 
-.venv/.sglang: .venv/.test
+.venv/.sglang: .venv/.megatron
 	$(UV) $(SGLANG)
 	$(UV) --no-deps sglang sglang-router
 	touch $@

@@ -146,6 +146,14 @@ def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
     after = rank.score(batch, parts)
     if asked.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    if asked.profile:
+        batch, parts = rank.batch(1, vocab)
+        old = rank.score(batch, parts)
+        with torch.profiler.profile() as profile:
+            rank.step(batch, parts, old, 1)
+        by = "self_device_time_total" if asked.device == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60)
+        (Path(told["out"]) / f"profile_{told['rank']}").write_text(table)
     seconds = []
     for seed in range(1, 1 + asked.warmup + asked.steps):
         batch, parts = rank.batch(seed, vocab)
@@ -197,6 +205,8 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
             return {"layout": name, "shape": shape, "options": options, "error": told, "log": last}
         results = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
         columns = [np.load(out / f"log_probs_{rank}.npy") for rank in range(world_size)]
+        if asked.profile:
+            print((out / "profile_0").read_text(), file=sys.stderr)
     log_probs = columns[0]
     for column in columns[1:]:
         log_probs = np.where(np.isnan(log_probs), column, log_probs)
@@ -323,6 +333,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=4, help="micro-batches of a step, over all ranks")
     add_sequences(parser)
+    parser.add_argument(
+        "--profile", action="store_true", help="one more step, of whose operations the first rank tells"
+    )
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--parity-steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2, help="more steps that are not timed")

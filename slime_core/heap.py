@@ -1,4 +1,4 @@
-"""The cyclic garbage collector during a run."""
+"""The cyclic garbage collector while there is work that should not wait for it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,11 @@ OWN = (
     ("--debug", "Show tracebacks."),
 )
 
+LISTS: Final = (
+    "Flags win over the run file, and the last value of a flag wins. A flag that takes a list takes several words, and may be "
+    "repeated: the words follow each other. They replace the run file's list; those of --plugin come after it."
+)
+
 
 def print_run_help(words: Sequence[str]) -> None:
     """With a run file among the words, the flags of its plugins are listed too."""
@@ -35,6 +41,7 @@ def print_run_help(words: Sequence[str]) -> None:
     for flag, text in OWN:
         table.add_row(flag, text)
     console.print(table)
+    console.print(f"\n{LISTS}")
     flags = kernel_flags()
     rest = [word for word in words if word != "--help"]
     files = [word for word in rest if word.endswith(".toml")]

@@ -101,7 +101,8 @@ def plugin_files(tables: Mapping[str, Any], base: Path) -> list[Path]:
         paths = TypeAdapter(tuple[RunPath, ...]).validate_python(tables.get("plugin", ()), context={"base": base})
     except ValidationError as error:
         raise ConfigError(f"plugin: a list of Python files is wanted: {error.errors()[0]['msg']}.") from None
-    return [Path(path) for path in paths]
+    # A file that both the run file and a flag name is one.
+    return list(dict.fromkeys(Path(path) for path in paths))
 
 
 def prepare(config: PrepareConfig, base: Path) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from slime_core.config.bound import BoundRun
 from slime_core.config.engine_checks import (
     colocation,
+    engine_layouts,
     engines_over_nodes,
     images,
+    penalties,
     reward_model,
     routing_replay,
     transport,
@@ -40,10 +42,12 @@ def cross_checks(run: BoundRun) -> list[str]:
         needs,
         corrections,
         sampling,
+        penalties,
         routing_replay,
         transport,
         colocation,
         engines_over_nodes,
+        engine_layouts,
         local_launcher,
         images,
         saved_aside,

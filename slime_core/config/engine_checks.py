@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.backend import RoutingReplay
-from slime_core.contracts.engine import Capability
+from slime_core.contracts.engine import Capability, EngineLayout
 from slime_core.contracts.needs import Need
 
 
@@ -42,6 +42,17 @@ def routing_replay(run: BoundRun) -> list[str]:
             "where the choices of experts are. Leave one of them out."
         )
     return problems
+
+
+def penalties(run: BoundRun) -> list[str]:
+    if Capability.REPETITION_PENALTY in run.engine.driver.may_offer:
+        return []
+    return [
+        f'eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "{run.engine.name}" does '
+        "not penalise the tokens of prompt and answer as transformers does. Leave it out, or say --engine with one that does."
+        for settings in run.evals
+        if settings.repetition_penalty != 1
+    ]
 
 
 def transport(run: BoundRun) -> list[str]:
@@ -104,6 +115,23 @@ def images(run: BoundRun) -> list[str]:
             f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "
             "--opd-teacher-load instead."
         )
+    return list(dict.fromkeys(problems))
+
+
+def engine_layouts(run: BoundRun) -> list[str]:
+    launcher, problems = run.config.launcher, []
+    engines = (
+        [(run.engine, launcher.rollout_num_gpus_per_engine, "--rollout-num-gpus-per-engine")] if run.generates else []
+    )
+    engines += [(row.engine, row.num_devices, f"--engines.{row.name}.num_gpus_per_engine") for row in run.served]
+    for engine, num_devices, flag in engines:
+        layout = EngineLayout(
+            num_devices=num_devices,
+            devices_flag=flag,
+            num_nodes=launcher.nodes_of(num_devices),
+            routed_experts=engine is run.engine and run.routing_replay is RoutingReplay.ROLLOUT,
+        )
+        problems += engine.driver.layout_problems(engine.config, layout)
     return list(dict.fromkeys(problems))
 
 

@@ -3,6 +3,9 @@
 A kernel key's flag is its name with dashes. A plugin table's own name sets its `name` (`--algo`). Options of the chosen
 backend, algorithm parts, source and transport go unprefixed, an engine's with its name as prefix. Any key can be given
 by its dotted path (`--algo.advantage`) or by `--set algo.advantage=x`.
+
+The last of several values wins. A list may be said in several words, and its flag several times: then they follow each
+other. It takes the place of the run file's list; `--plugin` adds to it, for what the file names may need its own plugins.
 """
 
 from __future__ import annotations
@@ -25,6 +28,15 @@ from slime_core.errors import ConfigError, near_matches
 
 ALIASES: Final = {"async-buffer-size": "ahead"}
 """Names that others have for a flag."""
+
+ADDING: Final = frozenset({("plugin",)})
+"""Keys whose flags add to the run file's list."""
+
+
+class AddedList(list[Any]):
+    """What comes after the run file's list."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +125,7 @@ class FlagTable:
             elif not values:
                 problems.append(f"--{name} wants a value.")
             else:
-                overrides.append((flag.path, flag_value(values, flag.field.annotation)))
+                set_value(overrides, flag.path, flag_value(values, flag.field.annotation))
         if problems and not lenient:
             raise ConfigError(problems)
         return overrides
@@ -189,11 +201,24 @@ def takes_many(annotation: Any) -> bool:
     return get_origin(bare_type(annotation)) in (tuple, list)
 
 
+def set_value(overrides: list[tuple[tuple[str, ...], Any]], path: tuple[str, ...], value: Any) -> None:
+    """Adds an override; a list goes on where an earlier one of the same key ended."""
+    if not isinstance(value, list):
+        overrides.append((path, value))
+        return
+    for earlier, said in reversed(overrides):
+        if earlier == path and isinstance(said, list):
+            said.extend(value)
+            return
+    overrides.append((path, AddedList(value) if path in ADDING else value))
+
+
 def flag_value(words: Sequence[str], annotation: Any) -> Any:
     """Text for pydantic to convert; TOML for lists and tables that begin like one; `none` where None is allowed."""
     first = words[0]
     if len(words) == 1 and first[:1] in ("[", "{"):
-        return toml_value(first)
+        value = toml_value(first)
+        return [value] if takes_many(annotation) and isinstance(value, dict) else value
     if takes_many(annotation):
         return [FlagText(part) for word in words for part in word.split(",") if part]
     if first.lower() == "none" and NoneType in get_args(annotation):

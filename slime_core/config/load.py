@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from slime_core.config.flags import bare_type
+from slime_core.config.flags import AddedList, bare_type
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.errors import ConfigError
@@ -34,7 +34,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
     """`tables` with each (path, value) set. A table written as a plain name grows into one; giving a table another
-    `name` drops the options that stood beside the old one."""
+    `name` drops the options that stood beside the old one. An AddedList comes after the list that is there."""
     result = dict(tables)
     # Names first, or an option that was typed before its table's name would be dropped with the old ones.
     for path, value in sorted(overrides, key=lambda override: override[0][-1] != "name"):
@@ -48,7 +48,8 @@ def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], An
             table = table[key]
         if path[-1] == "name" and table.get("name", value) != value and names_a_plugin(path):
             table.clear()
-        table[path[-1]] = value
+        there = table.get(path[-1])
+        table[path[-1]] = [*there, *value] if isinstance(value, AddedList) and isinstance(there, list) else value
     return result
 
 

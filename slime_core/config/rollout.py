@@ -98,8 +98,8 @@ class RolloutConfig(Table):
     reward_choice_key: str | None = None
     """Key of the samples' metadata that says which of the run's rewards count for them: a name, or a list of names. Without
     the key in the metadata, all of them."""
-    reward_timeout: float = Field(30.0, gt=0)
-    """Seconds that a reward may take for one group, unless it says itself how long it may."""
+    reward_timeout: float | None = Field(None, gt=0)
+    """Seconds that a reward may take for one group; by default what the reward itself says, and 30 if it says nothing."""
     reward_workers: int = Field(1, gt=0)
     """Worker processes for rewards."""
     reward_retries: int = Field(1, ge=0)

@@ -250,7 +250,7 @@ class RunConfig(Table):
     seed: int = 1234
     """Seed of everything random."""
     plugin: tuple[RunPath, ...] = ()
-    """Single-file plugins."""
+    """Single-file plugins. --plugin adds to those of the run file."""
     required_plugins: tuple[str, ...] = ()
     """Requirements that installed plugins must meet, such as acme-slime-reward>=1.2."""
     prepare: PrepareConfig | None = None

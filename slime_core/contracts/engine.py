@@ -37,6 +37,8 @@ class Capability(StrEnum):
     """...whatever else runs beside them."""
     TOP_P_IDS = "top_p_ids"
     """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
+    REPETITION_PENALTY = "repetition_penalty"
+    """Takes `SamplingParams.repetition_penalty` other than 1, in transformers' meaning."""
     ROUTED_EXPERTS = "routed_experts"
     """Tells which experts the router of each layer chose for a token, where `EngineSetup.routed_experts` asks for it."""
     VERSION_SPANS = "version_spans"
@@ -216,6 +218,19 @@ class RolloutEngine(ABC):
         """Ends it with all its processes, soon, in whatever state it is; also without `start`, and twice."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """What a run will start its engines with, as far as it is known before."""
+
+    num_devices: int
+    """Of each engine."""
+    devices_flag: str
+    """Where that is said: `--rollout-num-gpus-per-engine`."""
+    num_nodes: int = 1
+    routed_experts: bool = False
+    """See `EngineSetup.routed_experts`."""
+
+
 class EngineDriver(Driver[RolloutEngine]):
     transports: ClassVar[tuple[str, ...]] = ()
     """Names of weight transports that it understands, the preferred one first."""
@@ -227,4 +242,9 @@ class EngineDriver(Driver[RolloutEngine]):
     @classmethod
     def problems(cls, config: Any) -> list[str]:
         """Options that cannot work together or on this machine."""
+        return []
+
+    @classmethod
+    def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
+        """Options that cannot work with what its engines are started with."""
         return []

@@ -85,9 +85,13 @@ class RewardDriver(Driver[Reward]):
     gives_spans: ClassVar[bool] = False
     """It may return `SpanRewards`: then the run's advantage must be one that takes them."""
 
+    timeout_follows: ClassVar[tuple[str, ...]] = ()
+    """Options that `timeout_s` follows: they are named when the time was not enough."""
+
     @classmethod
-    def timeout_s(cls, config: Any) -> float | None:
-        """Seconds that it may take for one group; None: as the run says (`reward_timeout`)."""
+    def timeout_s(cls, config: Any, num_samples: int) -> float | None:
+        """Seconds that it may take for one group of so many samples, unless the run says another time (`reward_timeout`);
+        None: as long as any reward."""
         return None
 
     @classmethod

@@ -14,7 +14,7 @@ import contextlib
 import math
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
@@ -31,6 +31,8 @@ from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
+TIMEOUT_S: Final = 30.0
+"""For a group, where neither the run nor the reward says how long it may take."""
 PARCEL_SECONDS: Final = 0.02
 LARGEST_PARCEL: Final = 64
 ERROR_OF: Final = {
@@ -64,16 +66,26 @@ class Waiting:
     answer: asyncio.Future[Sequence[RewardValue] | Raised]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLimit:
+    """How long a reward says that it may take."""
+
+    seconds: Callable[[int], float | None]
+    """For a group of so many samples."""
+    follows: tuple[str, ...] = ()
+    """The reward's options that decide it."""
+
+
 class RewardPool:
     """One pool for all rewards of a run."""
 
-    def __init__(self, plugin_files: Sequence[PluginFile], *, workers: int, timeout_s: float) -> None:
+    def __init__(self, plugin_files: Sequence[PluginFile], *, workers: int, timeout_s: float | None = None) -> None:
+        """`timeout_s`: for one group of any reward; None: what each reward says."""
         self._plugin_files = tuple(plugin_files)
         self._timeout_s = timeout_s
         # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
         self._specs: dict[str, Servers] = {}
-        self._limits: dict[str, float] = {}
-        """Seconds for a group, of rewards that say so themselves."""
+        self._own: dict[str, OwnLimit] = {}
         self.engines: ServedEngines | None = None
         """Of the model that some rewards ask."""
         self._waiting: list[Waiting] = []
@@ -88,16 +100,16 @@ class RewardPool:
             initargs=(self._specs, self._plugin_files),
         )
 
-    async def warm(self, spec: PartSpec, *, timeout_s: float | None = None, asks_engines: bool = False) -> None:
+    async def warm(self, spec: PartSpec, *, own: OwnLimit | None = None, asks_engines: bool = False) -> None:
         """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
-        does. Raises what building it raises. `timeout_s`: what it gets instead of the pool's time limit.
+        does. Raises what building it raises. `own`: its time, where the run says none.
         `asks_engines`: it is built with those of `engines`."""
         self._specs[spec.to_json()] = None
         if asks_engines:
             assert self.engines is not None, "a reward that asks engines is bound with a model that they serve"
             self._specs[spec.to_json()] = await self.engines.servers()
-        if timeout_s is not None:
-            self._limits[spec.to_json()] = timeout_s
+        if own is not None:
+            self._own[spec.to_json()] = own
         # The first task starts the workers, and the threads that replace them.
         with interrupts_held_back():
             future = self._pool.schedule(
@@ -164,10 +176,7 @@ class RewardPool:
         try:
             values = await self._ask(spec, servers, group)
         except FutureTimeoutError:
-            raise RewardTimeout(
-                f"{where}: no answer within {self._limit(spec.to_json()):g} s. Raise --reward-timeout, or "
-                "--on-reward-failure fail_sample to go on without it."
-            ) from None
+            raise RewardTimeout(f"{where}: {self._late(spec.to_json(), len(group.samples))}") from None
         except ProcessExpired as error:
             raise RewardUnavailable(
                 f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}"
@@ -183,8 +192,23 @@ class RewardPool:
             raise RewardError(f"{where}: returned {len(values)} values for {len(group.samples)} samples.")
         return values
 
-    def _limit(self, spec: str) -> float:
-        return self._limits.get(spec, self._timeout_s)
+    def _limit(self, spec: str, num_samples: int) -> float:
+        """Seconds for a group: what the run says wins over what the reward says."""
+        if self._timeout_s is not None:
+            return self._timeout_s
+        own = self._own[spec].seconds(num_samples) if spec in self._own else None
+        return TIMEOUT_S if own is None else own
+
+    def _late(self, spec: str, num_samples: int) -> str:
+        told = f"no answer within {self._limit(spec, num_samples):g} s"
+        follows = self._own[spec].follows if spec in self._own and self._timeout_s is None else ()
+        if follows:
+            told += (
+                f", the time that the reward's {', '.join(follows)} give {num_samples} samples. Change these, or say"
+            )
+        else:
+            told += ". Raise"
+        return f"{told} --reward-timeout, or --on-reward-failure fail_sample to go on without it."
 
     def close(self) -> None:
         self._pool.stop()
@@ -228,7 +252,9 @@ class RewardPool:
         that the one that hangs, or takes the worker down, is the one that fails."""
         groups = [member.group for member in members]
         future = self._pool.schedule(
-            score_groups, args=(text, members[0].servers, self._plugin_files, groups), timeout=self._limit(text)
+            score_groups,
+            args=(text, members[0].servers, self._plugin_files, groups),
+            timeout=max(self._limit(text, len(group.samples)) for group in groups),
         )
         try:
             scored = await asyncio.wrap_future(future)

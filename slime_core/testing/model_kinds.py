@@ -77,6 +77,11 @@ ENGINES: Final = Kind(
             "the same requests together give the same bits, another seed others",
             applies=offers(Capability.DETERMINISTIC),
         ),
+        prop(
+            "company_changes_no_draw",
+            "a request has the same tokens, whatever is sampled beside it and however; batch-invariant: the same bits",
+            applies=offers(Capability.DETERMINISTIC),
+        ),
         prop("an_answer_ends_where_it_should", "stop tokens end an answer and stay in it; the budget is the other end"),
         prop("stop_strings_end_an_answer", "text that ends with a stop string ends there"),
         prop("an_abort_returns_what_there_is", "an aborted request returns its tokens so far; others go on"),

@@ -94,6 +94,35 @@ def test_flags_follow_each_other():
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--filters", "a", "--seed", "1", "--filters", "b", "c"], ["a", "b", "c"]),
+        (["--filters", '["a,b"]', "--rollout.filters=c"], ["a,b", "c"]),
+        (["--filters", "{ name = 'a' }", "--filters", '[{ name = "b" }, "c"]'], [{"name": "a"}, {"name": "b"}, "c"]),
+        (["--set", "rollout.filters=['a']", "--filters", "b"], ["a", "b"]),
+        (["--filters", "a", "--set", "rollout.filters=['b']"], ["b"]),
+    ],
+)
+def test_a_list_that_is_said_twice_goes_on(words, value):
+    assert merge({"rollout": {"filters": ["of", "the", "file"]}}, parse(*words))["rollout"]["filters"] == value
+
+
+def test_a_plugins_list_goes_on_too():
+    class Lists(BaseModel):
+        kept: tuple[int, ...] = ()
+
+    table = FlagTable.of(option_flags(Lists, ("reward",), "acme 1.0"))
+    assert parse("--kept", "1", "--kept", "2,3", table=table) == [(("reward", "kept"), ["1", "2", "3"])]
+
+
+def test_plugins_add_to_those_of_the_run_file():
+    words = ("--plugin", "a.py", "--plugin", "b.py")
+    assert merge({"plugin": ["own.py"]}, parse(*words)) == {"plugin": ["own.py", "a.py", "b.py"]}
+    assert merge({}, parse(*words)) == {"plugin": ["a.py", "b.py"]}
+    assert merge({"plugin": ["own.py"]}, parse("--set", "plugin=['a.py']")) == {"plugin": ["a.py"]}
+
+
 def test_every_word_that_is_not_understood_is_told_at_once():
     told = problems("--rolout-batch-size", "3", "stray", "--lr", "--seed", "1", "--set", "lr", "--no-lr")
     assert [re.match(r'"?(--)?[\w-]+', line).group() for line in told] == [

@@ -11,7 +11,7 @@ from slime_core.config.bound import PartSpec
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
-from slime_core.rollout.rewards import RewardPool
+from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.types.sample import Status
 
 PLUGIN = """
@@ -161,6 +161,14 @@ def pool(files):
     made.close()
 
 
+@pytest.fixture(scope="module")
+def unlimited(files):
+    """Of a run that says no time: rewards say theirs."""
+    made = RewardPool(files, workers=1)
+    yield made
+    made.close()
+
+
 def spec(name):
     return PartSpec(group="slime.rewards", name=f"mine.py/{name}", options={})
 
@@ -231,8 +239,9 @@ async def test_what_one_group_does_concerns_no_other(files, make_group):
         pool.close()
 
 
-async def test_a_parcel_that_nobody_waits_for_is_given_up(pool, make_group):
-    await pool.warm(spec("asleep"), timeout_s=40.0)
+async def test_a_parcel_that_nobody_waits_for_is_given_up(unlimited, make_group):
+    pool = unlimited
+    await pool.warm(spec("asleep"), own=OwnLimit(seconds=lambda num_samples: 40.0))
     one_spec = spec("asleep")
     scoring = [asyncio.ensure_future(pool.score(one_spec, unscored_group(make_group), None)) for _ in range(2)]
     await asyncio.sleep(0.1)
@@ -245,16 +254,29 @@ async def test_a_parcel_that_nobody_waits_for_is_given_up(pool, make_group):
     assert time.monotonic() - began < 20
 
 
-async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(files, make_group):
+async def test_a_reward_says_how_long_a_group_may_take_and_the_run_says_otherwise(pool, unlimited, make_group):
+    own = OwnLimit(seconds=lambda num_samples: 0.2 * num_samples, follows=("tries", "concurrency"))
+    for each in (pool, unlimited):
+        await each.warm(spec("hanging"), own=own)
+    group = unscored_group(make_group)
+    # Two of its samples are scored.
+    assert (await told(unlimited, "hanging", group)).endswith(
+        "no answer within 0.4 s, the time that the reward's tries, concurrency give 2 samples. Change these, or say "
+        "--reward-timeout, or --on-reward-failure fail_sample to go on without it."
+    )
+    one = replace(group, samples=tuple(sample for sample in group.samples if sample.index != 4))
+    assert "no answer within 0.2 s" in await told(unlimited, "hanging", one)
+    assert "no answer within 1 s. Raise --reward-timeout" in await told(pool, "hanging", group)
+
+
+async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(unlimited, make_group):
     """Building takes longer than the time limit; else no group could be scored again after one has hung."""
-    pool = RewardPool(files, workers=1, timeout_s=1.0)
-    try:
-        await pool.warm(spec("slow_to_build"))
-        assert "no answer" in await told(pool, "hanging", unscored_group(make_group))
-        scored = await pool.score(spec("slow_to_build"), unscored_group(make_group), None)
-        assert scored.samples[0].reward == 1
-    finally:
-        pool.close()
+    a_second = OwnLimit(seconds=lambda num_samples: 1.0)
+    await unlimited.warm(spec("slow_to_build"), own=a_second)
+    await unlimited.warm(spec("hanging"), own=a_second)
+    assert "no answer" in await told(unlimited, "hanging", unscored_group(make_group))
+    scored = await unlimited.score(spec("slow_to_build"), unscored_group(make_group), None)
+    assert scored.samples[0].reward == 1
 
 
 class Engines:

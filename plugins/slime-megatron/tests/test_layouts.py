@@ -11,6 +11,8 @@ FLOAT32 = 2e-5
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
+LAST1 = {**PP2, "num_layers_in_last_pipeline_stage": 1}
+OUTER_STAGE = {**PP2, "pipeline_model_parallel_layout": "E|ttttL"}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -18,7 +20,7 @@ DENSE = {
     "dp2": (2, {}),
     "tp2": (2, TP2),
     "tp2-sp": (2, SP2),
-    "pp2": (2, PP2),
+    "pp2-last1": (2, LAST1),
     "pp2-vpp2": (2, VPP2),
     "cp2": (2, CP2),
     "dp2-tp2-sp": (4, SP2),
@@ -26,7 +28,7 @@ DENSE = {
     "dp2-cp2": (4, CP2),
     "tp2-cp2": (4, {**TP2, **CP2}),
     "tp2-sp-cp2": (4, {**SP2, **CP2}),
-    "tp2-sp-pp2": (4, {**SP2, **PP2}),
+    "tp2-sp-pp2-outer": (4, {**SP2, **OUTER_STAGE}),
     "pp2-cp2": (4, {**PP2, **CP2}),
     "recomputed": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
     "chunked": (2, {**TP2, "log_probs_chunk_size": 7}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from slime_core.config.bound import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, ServedModel
 from slime_core.errors import ConfigError
+from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_rm_hub import served
 from slime_rm_hub.plugin import Remote, Served
 
@@ -83,9 +86,29 @@ def test_nobody_there(make_group: Any) -> None:
     assert "cannot be asked" in failure.message
 
 
-def test_the_time_for_a_group_covers_every_try() -> None:
-    config = Remote.Config(rm_url="http://x", tries=3, request_timeout=10.0, first_pause=1.0)
-    assert Remote.timeout_s(config) == 2 * (30 + 2 + 3)
+def test_the_time_for_a_group_covers_every_try_of_samples_that_wait_for_each_other() -> None:
+    asked = {"tries": 3, "request_timeout": 10.0, "first_pause": 1.0, "concurrency": 4}
+    config = Remote.Config(rm_url="http://x", **asked)
+    # Pauses of at most 2 and 3 s between three tries of 10 s; 8 samples through 4 requests at once take two turns.
+    assert [Remote.timeout_s(config, count) for count in (1, 4, 5, 8, 9)] == [40, 40, 75, 75, 110]
+    assert Served.timeout_s(Served.Config(rm_url="http://x", **asked), 8) == 75
+    # The run's own engines are asked twice.
+    assert Served.timeout_s(Served.Config(**asked), 8) == 2 * (20 + 2) + 5
+    assert set(asked) == set(Remote.timeout_follows) == set(Served.timeout_follows)
+
+
+async def test_a_slow_and_healthy_service_has_its_time(scripted: Any, make_group: Any) -> None:
+    """One request after the other, each within its time: together they take longer than one may."""
+    scripted.script = lambda path, body, tries: (200, "1", 0.45)
+    config = Remote.Config(rm_url=scripted.url, request_timeout=1.5, tries=1, concurrency=1)
+    spec = PartSpec(group="slime.rewards", name="remote", options=config.model_dump(mode="json"))
+    pool = RewardPool((), workers=1)
+    try:
+        await pool.warm(spec, own=OwnLimit(seconds=partial(Remote.timeout_s, config)))
+        scored = await pool.score(spec, make_group("4", *"abcdefgh"), None)
+    finally:
+        pool.close()
+    assert [sample.reward for sample in scored.samples] == [1.0] * 8
 
 
 def test_a_classifier_reads_prompt_and_response(scripted: Any, make_group: Any) -> None:

@@ -11,6 +11,7 @@ class FakeSglang(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, model_info, *, token="tok", port=0, behave="well"):
+        """`behave`: also the status that requests are refused with."""
         super().__init__(("127.0.0.1", port), Handler)
         self.model_info = {"weight_version": "default", **model_info}
         self.token, self.behave = token, behave
@@ -52,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(503, "")
         if server.behave == "is busy":
             return self.send(503, {"error": "no room"})
+        if self.path == "/update_weights_from_disk" and server.behave == 400:
+            return self.send(400, {"success": False, "message": "cannot be read"})
         answers = {
             "/model_info": server.model_info,
             "/server_info": {"version": "0.0", "tp_size": 1},
@@ -70,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(60)
         if behave == "answers garbage" and not probe:
             return self.send(200, "<html>bad gateway</html>")
+        if isinstance(behave, int) and not probe:
+            return self.send(behave, {"error": {"message": "Requested token count exceeds the context"}})
         version = self.server.model_info["weight_version"]
         if behave == "answers another version" and not probe:
             version = "17"

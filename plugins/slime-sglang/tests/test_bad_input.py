@@ -81,15 +81,33 @@ def test_a_misspelt_flag(run_file, tmp_path):
 
 @pytest.mark.sglang
 def test_a_flag_with_a_wrong_value(run_file, tmp_path):
-    said = slime(run_file, tmp_path, "--sglang-mem-fraction-static", "much", "--dry-run", code=2)
+    wrong = {"mem-fraction-static": "much", "schedule-policy": "lpn", "attention-backend": "nosuch"}
+    flags = [word for name, value in wrong.items() for word in (f"--sglang-{name}", value)]
+    said = slime(run_file, tmp_path, *flags, "--sglang-data-parallel-size", "2", "--dry-run", code=2)
     assert 'engine.mem_fraction_static = "much"' in said
+    assert 'engine.schedule_policy = "lpn": not among the choices' in said
+    assert "close match: lpm" in said
+    assert 'engine.attention_backend = "nosuch"' in said
+    assert "torch_native" in said
+    assert "called dp_size here: say --sglang-dp-size" in said
+
+
+@pytest.mark.sglang
+def test_what_cannot_work_is_said_before_anything_starts(run_file, tmp_path):
+    flags = ["--use-rollout-routing-replay", "--sglang-router-policy", "cache_aware", "--sglang-servers", "2"]
+    said = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
+    assert "sglang-router does not pass on that expert ids are asked for" in said
+    assert "Say --rollout-num-gpus-per-engine 2 or a multiple" in said
 
 
 @pytest.mark.sglang
 def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
-    said = slime(run_file, tmp_path, "--sglang-model-path", "/elsewhere", "--dry-run", code=2)
+    flags = ["--sglang-model-path", "/elsewhere", "--sglang-context-length", "14"]
+    said = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
     assert "engine.model_path" in said
     assert "decided by model.hf_checkpoint" in said
+    assert "engine.context_length" in said
+    assert "rollout.rollout_max_context_len" in said
 
 
 @pytest.mark.sglang
@@ -126,6 +144,14 @@ def test_nobody_there(run_file, tmp_path, fake):
 def test_answers_that_cannot_be_right(run_file, tmp_path, fake, behave, words):
     said = slime(run_file, tmp_path, *external(fake(behave), tmp_path), "--no-use-fault-tolerance", code=5)
     assert words in said
+
+
+@pytest.mark.sglang
+def test_a_request_that_is_refused(run_file, tmp_path, fake):
+    """No server is restarted for it."""
+    said = slime(run_file, tmp_path, *external(fake(400), tmp_path), code=5)
+    assert "it refuses a request (status 400): Requested token count exceeds the context" in said
+    assert "restarted" not in said
 
 
 @pytest.mark.sglang

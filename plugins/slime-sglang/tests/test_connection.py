@@ -80,6 +80,37 @@ def engine(fake, tiny, tmp_path):
     return start
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((status, EngineRefused) for status in (400, 413, 422)),
+        *((status, EngineUnavailable) for status in (408, 429, 503)),
+        *((status, EngineError) for status in (401, 404, 500)),
+    ],
+)
+async def test_a_refusal_is_no_death(fake, engine, status, kind):
+    """What a server does not take, another one would not take either; what it cannot take now is another matter."""
+    async with engine(fake(status)) as started:
+        with pytest.raises(
+            EngineError, match="refuses the token" if status == 401 else "exceeds the context"
+        ) as caught:
+            await started.generate([ask_for(3)])
+        assert type(caught.value) is kind
+        await started.health()
+
+
+async def test_a_refused_call_is_no_refused_request(fake):
+    """A server that does not take weights is not well."""
+    pool = new_pool()
+    try:
+        server = Connection(pool, f"http://{fake(400).address}", "tok", "engine 0")
+        with pytest.raises(EngineError, match="status 400") as caught:
+            await server.post("/update_weights_from_disk", {}, timeout_s=5)
+        assert not isinstance(caught.value, EngineRefused)
+    finally:
+        await pool.close()
+
+
 async def test_a_paused_server_is_well(fake, engine):
     """After a failed push engines are asked how they are while they are paused."""
     server = fake()

@@ -19,6 +19,7 @@ from slime_sglang import launching
 from slime_sglang.connection import new_pool
 from slime_sglang.launching import devices_of, options_for, start_server
 from slime_sglang.plugin import Sglang
+from slime_sglang.server_args import OWNED
 
 HERE = Path(__file__).parent
 
@@ -44,6 +45,17 @@ async def start(setup, **options):
         await pool.close()
 
 
+def test_what_the_run_decides_cannot_be_said_otherwise(setup):
+    """Keys that are set for every server are refused as options, but for those that only have another default here."""
+    defaults = {*launching.ON_CPU, "dtype", "log_level", "log_level_http", "max_total_tokens", "skip_tokenizer_init"}
+    gpu = replace(setup, device="cuda", num_devices=2, num_nodes=2, rendezvous="a:1", offload=True, routed_experts=True)
+    set_here = {*options_for(Sglang.Config(), setup, 0), *options_for(Sglang.Config(), gpu, 0)}
+    set_here |= {
+        *options_for(Sglang.Config(servers=2, prefill_servers=1, deterministic=True), replace(setup, num_devices=2), 0)
+    }
+    assert set_here - defaults - set(OWNED) == set()
+
+
 def test_options(setup):
     options = options_for(Sglang.Config(), setup, 0)
     assert (options["device"], options["dtype"], options["attention_backend"]) == ("cpu", "float32", "torch_native")
@@ -55,7 +67,7 @@ def test_options(setup):
     assert options_for(Sglang.Config(pause_mode="retract"), gpu, 0)["disable_radix_cache"]
     assert options_for(Sglang.Config(), replace(gpu, offload=True), 0)["enable_memory_saver"]
     assert "enable_memory_saver" not in {**options, **options_for(Sglang.Config(), replace(setup, offload=True), 0)}
-    with pytest.raises(EngineError, match="4 devices cannot be shared"):
+    with pytest.raises(EngineError, match=r"the 4 device\(s\) of an engine cannot be shared equally"):
         options_for(Sglang.Config(servers=3), gpu, 0)
 
 

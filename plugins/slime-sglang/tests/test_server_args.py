@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from slime_core.contracts.engine import EngineLayout
 from slime_core.errors import EngineError
+from slime_sglang import launching
 from slime_sglang.external import read_token
+from slime_sglang.option_choices import NamedLists
 from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_options
-from slime_sglang.server_args import ServerOption, options_in
+from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
 from slime_sglang.transports.plugin import Disk, Distributed, Ipc
 
 OLD = """
@@ -24,6 +27,11 @@ class ServerArgs:
     cuda_graph_bs: Optional[List[int]] = None
     _hidden: int = 0
 
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--tensor-parallel-size", "--tp-size", type=int)
+        parser.add_argument("--mem-fraction-static", choices=[1, 2])
+
 @dataclasses.dataclass
 class PortArgs:
     nccl_port: int
@@ -34,12 +42,21 @@ class Memory(msgspec.Struct):
     derived = Derived(fn="x")
     mem_fraction_static: A[Optional[float], "Share of "
         "the memory."] = None
-    load_format: A[str, Arg(help="The format.", choices=CHOICES)] = "auto"
+    load_format: A[str, Arg(help="The format.", choices=CHOICES + ["own"])] = "auto"
+    dp_size: A[int, Arg(help="Size.", aliases=["--data-parallel-size"])] = 1
+    policy: Optional[Literal["lpm", "fcfs"]] = None
+    level: A[Literal[None, 1, 2], "Level."] = 1
+    parser: A[str, Arg(help="Parser.", choices=PARSERS.keys())] = None
+"""
+LISTS = """
+CHOICES = ["auto", "dummy"]
+add_load_format_choices = CHOICES.extend
 """
 
 
 def test_both_forms_of_the_record_are_read():
-    old = {option.name: option for option in options_in(ast.parse(OLD), of_record=True)}
+    named = NamedLists.of([ast.parse(LISTS)], extended=False)
+    old = {option.name: option for option in options_in(ast.parse(OLD), named, of_record=True)}
     assert {name: option.type for name, option in old.items()} == {
         "model_path": str,
         "tp_size": int,
@@ -47,11 +64,40 @@ def test_both_forms_of_the_record_are_read():
         "disable_radix_cache": bool,
         "cuda_graph_bs": list[int],
     }
-    new = list(options_in(ast.parse(NEW), of_record=False))
+    assert list(with_arguments(old, arguments_in(ast.parse(OLD), named)))[1:3] == [
+        ServerOption("tp_size", int, "See SGLang's documentation.", aliases=("tensor_parallel_size",)),
+        ServerOption("mem_fraction_static", float, "See SGLang's documentation.", choices=(1, 2)),
+    ]
+    new = list(options_in(ast.parse(NEW), named, of_record=False))
     assert new == [
         ServerOption("mem_fraction_static", float, "Share of the memory."),
-        ServerOption("load_format", str, "The format."),
+        ServerOption("load_format", str, "The format.", ("auto", "dummy", "own")),
+        ServerOption("dp_size", int, "Size.", aliases=("data_parallel_size",)),
+        ServerOption("policy", str, "See SGLang's documentation.", ("lpm", "fcfs")),
+        ServerOption("level", int, "Level.", (1, 2)),
+        ServerOption("parser", str, "Parser."),
     ]
+
+
+def test_a_list_that_somebody_here_may_add_to_is_open():
+    named = NamedLists.of([ast.parse(LISTS)], extended=True)
+    choices = {option.name: option.choices for option in options_in(ast.parse(NEW), named, of_record=False)}
+    assert choices["load_format"] == ()
+    assert choices["policy"] == ("lpm", "fcfs")
+
+
+@pytest.mark.sglang
+def test_choices_of_the_installed_sglang():
+    """Against its own parser's usage would take its imports; these are in its documentation, in every version."""
+    options = {option.name: option for option in installed_options()}
+    assert {"lpm", "fcfs", "random"} <= set(options["schedule_policy"].choices)
+    assert {"triton", "torch_native", "fa3"} <= set(options["attention_backend"].choices)
+    assert "data_parallel_size" in options["dp_size"].aliases
+    # Its parsers are known when it runs.
+    assert options["reasoning_parser"].choices == ()
+    assert sum(bool(option.choices) for option in options.values()) > 50
+    for name, value in launching.ON_CPU.items():
+        assert not options[name].choices or value in options[name].choices
 
 
 def test_driver_module_is_light():
@@ -64,13 +110,29 @@ def test_driver_module_is_light():
 
 
 def test_config(monkeypatch):
-    options = (ServerOption("mem_fraction_static", float, "Doc."), ServerOption("model_path", str, "Doc."))
+    options = (
+        ServerOption("mem_fraction_static", float, "Doc."),
+        ServerOption("model_path", str, "Doc.", aliases=("model",)),
+        ServerOption("schedule_policy", str, "Doc.", ("lpm", "fcfs")),
+        ServerOption("modules", list[str], "Doc.", ("a", "b")),
+        ServerOption("dp_size", int, "Doc.", aliases=("data_parallel_size",)),
+    )
     monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: options)
     config = make_config()
     assert server_options(config(mem_fraction_static="0.5")) == {"mem_fraction_static": 0.5}
     assert server_options(config()) == {}
     with pytest.raises(ValidationError, match=r"decided by model\.hf_checkpoint"):
         config(model_path="/elsewhere")
+    with pytest.raises(ValidationError, match=r"decided by model\.hf_checkpoint"):
+        config(model="/elsewhere")
+    with pytest.raises(ValidationError, match="called dp_size here: say --sglang-dp-size"):
+        config(data_parallel_size=2)
+    with pytest.raises(ValidationError, match=r"close match: lpm\. Choices: lpm, fcfs"):
+        config(schedule_policy="lpn")
+    with pytest.raises(ValidationError, match="not among the choices"):
+        config(modules=["a", "c"])
+    given = config(schedule_policy="fcfs", modules=["a"], dp_size=1)
+    assert server_options(given) == {"schedule_policy": "fcfs", "modules": ["a"], "dp_size": 1}
     with pytest.raises(ValidationError):
         config(mem_fraction_statik=0.5)
     with pytest.raises(ValidationError):
@@ -105,6 +167,23 @@ def test_what_does_not_go_together(options, words, monkeypatch):
     monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     (problem,) = Sglang.problems(SglangOptions(**options))
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "words"),
+    [
+        ({"servers": 2}, {"num_devices": 1}, "Say --here 2 or a multiple"),
+        ({"servers": 2}, {"num_devices": 4, "num_nodes": 2}, "on 2 machines"),
+        ({"router_policy": "random"}, {"num_devices": 1, "routed_experts": True}, "does not pass on that expert ids"),
+        ({"servers": 2}, {"num_devices": 4}, None),
+        ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
+        ({"router_policy": "random"}, {"num_devices": 1}, None),
+    ],
+)
+def test_what_does_not_go_with_the_run(options, layout, words):
+    problems = Sglang.layout_problems(SglangOptions(**options), EngineLayout(devices_flag="--here", **layout))
+    assert len(problems) == (words is not None)
+    assert all(words in problem for problem in problems)
 
 
 def test_a_missing_sglang_is_a_problem(monkeypatch):

@@ -115,6 +115,14 @@ def test_the_demo_learns_though_an_engine_is_killed(tmp_path):
 @pytest.mark.parametrize("transport", ["ipc", "distributed", "disk", "delta", "direct"])
 def test_a_run_with_each_transport(transport, served, tiny, tmp_path):
     """Two steps on a server that runs: in every step the tokens are of the version that was just pushed."""
+    carry(served, tiny, tmp_path, transport=transport)
+
+
+def test_megatron_trains_what_sglang_generates(served, tiny, tmp_path):
+    carry(served, tiny, tmp_path, transport="ipc", backend="megatron", launcher="ray", tensor_model_parallel_size=2)
+
+
+def carry(served, tiny, tmp_path, **chosen):
     served.renew()
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(2) for b in range(4)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -134,8 +142,8 @@ checkpoint = {{ save_hf = false }}
     options = served.options
     words = flags(
         engine="sglang",
-        transport=transport,
         runs_dir=tmp_path / "runs",
+        **chosen,
         sglang_external_engine_addrs=options["external_engine_addrs"][0],
         sglang_external_engine_token_file=options["external_engine_token_file"],
     )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from slime_core.contracts.engine import RolloutEngine
+from slime_core.contracts.engine import Capability, RolloutEngine
 from slime_core.errors import EngineError
 from slime_core.testing.case import Case
 from slime_core.testing.tiny_model import (
@@ -27,12 +27,27 @@ from slime_core.testing.tiny_model import (
     named_weights,
     prompts,
 )
-from slime_core.testing.tiny_serving import LONG, NATS, TEXT, ask, long, play, require_true_log_probs, tokens_of
+from slime_core.testing.tiny_serving import (
+    LONG,
+    NATS,
+    TEXT,
+    ask,
+    long,
+    play,
+    play_offered,
+    require_true_log_probs,
+    tokens_of,
+)
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 
 A_WHILE_S = 0.05
 DELAYS_S = (A_WHILE_S, 0.01, 0.3)
 """Tried in turn, until new weights come in the middle of an answer."""
+
+
+COMPANY = 96
+WAYS: Sequence[dict[str, Any]] = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 4})
+"""Of sampling; engines may have code of its own for each."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +126,37 @@ def test_the_seed_decides_the_tokens(case: Case, model: Path) -> None:
         assert any(changed), "another seed gives the same tokens for every prompt"
 
     play(case, model, scene)
+
+
+def test_company_changes_no_draw(case: Case, model: Path) -> None:
+    async def scene(engine: RolloutEngine, offered: frozenset[Capability]) -> None:
+        # Each way of sampling with prompts and budgets of every length.
+        requests = [
+            ask(n, prompt, seed=5, max_new_tokens=1 + n * 7 % 13, **WAYS[n % len(WAYS)])
+            for n, prompt in enumerate(prompts(COMPANY, seed=9))
+        ]
+        together = await engine.generate(requests)
+        in_turn: list[Completion] = []
+        for way in range(len(WAYS)):
+            in_turn += await engine.generate(requests[way :: len(WAYS)])
+        late: list[asyncio.Future[list[Completion]]] = []
+        for number, request in enumerate(reversed(requests)):
+            late.append(asyncio.ensure_future(engine.generate([request])))
+            if number % 5 == 0:
+                await asyncio.sleep(0.01)
+        one_by_one = [answer for answers in await asyncio.gather(*late) for answer in answers]
+        for how, answers in (("with those of its kind alone", in_turn), ("one after another", one_by_one)):
+            found = {answer.request_id: answer for answer in answers}
+            pairs = [(one, found[one.request_id]) for one in together]
+            apart = [one.request_id for one, two in pairs if tokens_of(one) != tokens_of(two)]
+            assert not apart, (
+                f"{len(apart)} of {len(requests)} requests have other tokens {how} than all together: {apart[:5]}"
+            )
+            off = max(float(np.abs(one.log_probs - two.log_probs).max(initial=0.0)) for one, two in pairs)
+            limit = 0 if Capability.BATCH_INVARIANT in offered else NATS
+            assert off <= limit, f"log-probs are off by {off:.3g} nats {how}, {limit:g} is allowed"
+
+    play_offered(case, model, scene)
 
 
 def test_an_answer_ends_where_it_should(case: Case, model: Path) -> None:

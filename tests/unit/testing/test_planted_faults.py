@@ -237,6 +237,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
         "careless_sampling": {
             "temperature_zero_takes_the_likeliest_token",
             "the_seed_decides_the_tokens",
+            "company_changes_no_draw",
             "stop_strings_end_an_answer",
             "an_answer_ends_where_it_should",
             "its_stream_has_every_answer_once",

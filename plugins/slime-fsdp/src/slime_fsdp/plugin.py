@@ -66,7 +66,7 @@ class FsdpConfig(DriverConfig):
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     compile: bool = False
-    """torch.compile each layer: faster steps after a slow start."""
+    """torch.compile each layer, and what is done with logits: faster steps after a slow start."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more
     memory."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+from slime_megatron.stages import Stages, divisors, nearest, stage_problems
 
 EXPERT_COUNTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 """What config.json calls the number of experts; transformers 5 writes the last for Qwen3-MoE."""
@@ -20,6 +22,7 @@ class Shape:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
+    stages: Stages = field(default_factory=Stages)
 
 
 def ranks_of(shape: Shape) -> int:
@@ -28,15 +31,9 @@ def ranks_of(shape: Shape) -> int:
     return math.lcm(dense, shape.etp * shape.ep * shape.pp)
 
 
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def nearest(asked: int, allowed: list[int]) -> str:
-    """The largest below and the smallest above."""
-    below = [value for value in allowed if value < asked]
-    above = [value for value in allowed if value > asked]
-    return " or ".join(str(value) for value in [*below[-1:], *above[:1]])
+def experts_of(model: Mapping[str, Any]) -> int | None:
+    """How many a config.json says; None: it is dense."""
+    return next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
 
 
 def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> list[str]:
@@ -53,8 +50,12 @@ def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> l
     heads = model.get("num_attention_heads")
     must_divide("tensor_model_parallel_size", shape.tp, "attention heads", heads)
     groups = model.get("num_key_value_heads")
-    if groups and groups >= shape.tp and "kv_lora_rank" not in model:
-        must_divide("tensor_model_parallel_size", shape.tp, "key-value heads", groups)
+    if groups and "kv_lora_rank" not in model and groups % shape.tp and shape.tp % groups:
+        fits = [size for size in divisors(heads or groups) if not groups % size or not size % groups]
+        problems.append(
+            f"backend.tensor_model_parallel_size = {shape.tp}: ranks share the model's {groups} key-value heads, or heads "
+            f"ranks; neither number divides the other; the nearest that do: {nearest(shape.tp, fits)}."
+        )
     must_divide("tensor_model_parallel_size", shape.tp, "hidden features", model.get("hidden_size"))
     must_divide("tensor_model_parallel_size", shape.tp, "MLP features", model.get("intermediate_size"))
     must_divide("tensor_model_parallel_size", shape.tp, "features of latent queries", model.get("q_lora_rank"))
@@ -67,21 +68,12 @@ def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> l
         )
     else:
         must_divide("tensor_model_parallel_size", shape.tp, "key heads of linear attention", delta_heads)
-    layers = model.get("num_hidden_layers")
-    if layers and layers % (shape.pp * shape.vpp):
-        stages = [d for d in divisors(layers) if d % shape.vpp == 0]
-        near = nearest(shape.pp * shape.vpp, stages)
-        problems.append(
-            f"backend.pipeline_model_parallel_size = {shape.pp}"
-            + (f" with virtual_pipeline_model_parallel_size = {shape.vpp}" if shape.vpp > 1 else "")
-            + f": {shape.pp * shape.vpp} pieces do not divide the model's {layers} layers; the nearest that do: "
-            f"{near or 'none'} pieces."
-        )
+    problems += stage_problems(shape.stages, shape.pp, shape.vpp, model.get("num_hidden_layers"))
     if shape.vpp > 1 and shape.pp == 1:
         problems.append(
             f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2."
         )
-    experts = next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
+    experts = experts_of(model)
     if shape.ep > 1 and not experts:
         problems.append(f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out.")
     if experts:

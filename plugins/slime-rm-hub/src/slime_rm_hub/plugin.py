@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from slime_rm_hub.service import Place, Service
 
 
+TIME_OPTIONS: Final = ("request_timeout", "tries", "first_pause", "concurrency")
+"""What `time_for` follows."""
+SLACK_S: Final = 5.0
+
+
 class GradedConfig(DriverConfig):
     """Options of the rewards that grade a text by rules."""
 
@@ -31,9 +37,9 @@ class GradedConfig(DriverConfig):
 class AskingConfig(DriverConfig):
     """How a service is asked."""
 
-    request_timeout: float = Field(120.0, gt=0)
+    request_timeout: float = Field(60.0, gt=0)
     """Seconds for one request."""
-    tries: int = Field(10, gt=0)
+    tries: int = Field(5, gt=0)
     """Requests for one sample until it has failed. Refused requests (4xx) are not tried again."""
     first_pause: float = Field(1.0, gt=0)
     """Seconds, give or take, before the second try; each pause is twice the one before, up to 30 s."""
@@ -117,10 +123,11 @@ class Remote(RewardDriver):
     """POST {prompt, response, label} to rm_url, which answers a JSON number, or an object of which reward_key counts."""
 
     Config = RemoteConfig
+    timeout_follows = TIME_OPTIONS
 
     @classmethod
-    def timeout_s(cls, config: RemoteConfig) -> float:
-        return time_for(config)
+    def timeout_s(cls, config: RemoteConfig, num_samples: int) -> float:
+        return time_for(config, num_samples)
 
     @classmethod
     def build(cls, config: RemoteConfig) -> Reward:
@@ -162,10 +169,11 @@ class Served(RewardDriver):
     """The score of a reward model, or a judge's P(yes) / (P(yes) + P(no)), from an engine's HTTP server."""
 
     Config = ServedConfig
+    timeout_follows = TIME_OPTIONS
 
     @classmethod
-    def timeout_s(cls, config: ServedConfig) -> float:
-        return time_for(config)
+    def timeout_s(cls, config: ServedConfig, num_samples: int) -> float:
+        return time_for(config if config.rm_url is not None else twice(config), num_samples)
 
     @classmethod
     def asks_engines(cls, config: ServedConfig) -> bool:
@@ -188,8 +196,7 @@ class Served(RewardDriver):
         if config.token_file is not None:
             raise ConfigError("reward 'served': token_file is for rm_url; engines of the run have tokens of their own.")
         places = tuple(Place(url=server.url, token=server.token) for server in servers)
-        twice = config.model_copy(update={"tries": min(config.tries, 2)})
-        return served_reward(config, service(twice, places), config.rm_tokenizer or servers[0].model_path)
+        return served_reward(config, service(twice(config), places), config.rm_tokenizer or servers[0].model_path)
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
@@ -245,7 +252,14 @@ def service(config: AskingConfig, places: tuple[Place, ...]) -> Service:
     )
 
 
-def time_for(config: AskingConfig) -> float:
-    """Seconds for a group: all tries of a sample, for as many samples as usually wait behind each other."""
+def twice(config: ServedConfig) -> ServedConfig:
+    """Asking the run's own engines, which are replaced when they fail."""
+    return config.model_copy(update={"tries": min(config.tries, 2)})
+
+
+def time_for(config: AskingConfig, num_samples: int) -> float:
+    """Seconds for a group: every try of a sample and the pauses between them, for as many samples as wait behind each
+    other, and SLACK_S, so that samples fail one by one before their group does."""
     pauses = sum(min(config.first_pause * (2.0**number + 1.0), 30.0) for number in range(config.tries - 1))
-    return 2.0 * (config.tries * config.request_timeout + pauses)
+    turns = math.ceil(num_samples / config.concurrency)
+    return turns * (config.tries * config.request_timeout + pauses) + SLACK_S

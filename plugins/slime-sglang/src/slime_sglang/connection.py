@@ -9,7 +9,7 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from slime_core.errors import EngineError, EngineUnavailable
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 
 IDLE_S: Final = 3.0
 """A connection that was idle for longer is not used again: an external server closes it after five seconds."""
@@ -17,7 +17,12 @@ OTHER_FILES: Final = 1024
 """Open files that are no connections."""
 SHOWN: Final = 400
 """Characters of an unexpected answer."""
-UNAVAILABLE: Final = 503
+GENERATE: Final = "/generate"
+NO_TOKEN: Final = frozenset({401, 403})
+UNAVAILABLE: Final = frozenset({408, 425, 429, 503})
+"""Too slow, too early, too many, busy: of the server's state, not of what it was asked."""
+NO_ROUTE: Final = frozenset({404, 405})
+"""Whoever answers is no SGLang server."""
 NOT_PASSED_ON: Final = "call_upstream_request_error"
 """sglang-router's word, in `x-smg-error-code`, for a request that did not reach a server."""
 
@@ -61,8 +66,9 @@ class Connection:
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The answer. EngineUnavailable if the request has reached nobody; EngineError if there is no answer in time, it is
-        no JSON, or its status is not 2xx."""
+        """The answer. EngineUnavailable if the request has reached nobody; EngineRefused for a request to generate that the
+        server, which is well, does not take; EngineError if there is no answer in time, it is no JSON, or its status is
+        not 2xx."""
         return await self.ask("POST", path, body, timeout_s=timeout_s, headers=headers)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
@@ -81,7 +87,7 @@ class Connection:
         try:
             return await self._ask(method, path, body, timeout_s=timeout_s, headers=headers)
         except ConnectionLost:
-            if path == "/generate":
+            if path == GENERATE:
                 raise
             return await self._ask(method, path, body, timeout_s=timeout_s, headers=headers)
 
@@ -113,13 +119,15 @@ class Connection:
             # A pool that was closed under a request raises RuntimeError.
             said = str(error) or type(error).__name__
             raise EngineError(f"{self.name}: {method} {path} failed: {said}.") from error
-        if status in (401, 403):
+        if status in NO_TOKEN:
             raise EngineError(
                 f"{self.name}: {method} {path}: the server refuses the token (status {status}). For external servers, "
                 "engine.external_engine_token_file must hold their --api-key."
             )
-        if status == UNAVAILABLE or code == NOT_PASSED_ON:
+        if status in UNAVAILABLE or code == NOT_PASSED_ON:
             raise EngineUnavailable(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
+        if path == GENERATE and 400 <= status < 500 and status not in NO_ROUTE:
+            raise EngineRefused(f"{self.name}: it refuses a request (status {status}): {reason_in(content)}")
         if not 200 <= status < 300:
             raise EngineError(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
         if not content.strip():
@@ -130,6 +138,14 @@ class Connection:
             if (path, method) == ("/health", "GET") or path.startswith("/flush_cache"):
                 return content.decode(errors="replace")
             raise EngineError(f"{self.name}: {method} {path} answers with what is no JSON: {shown(content)}") from error
+
+
+def reason_in(content: bytes) -> str:
+    """SGLang's sentence, where the answer is its record of an error."""
+    try:
+        return shown(str(orjson.loads(content)["error"]["message"]).encode())
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return shown(content)
 
 
 def shown(content: bytes) -> str:

@@ -25,6 +25,7 @@ from slime_sglang.fleet import Fleet
 from slime_sglang.generation import RequestIds, Running
 from slime_sglang.held_weights import HeldWeights
 from slime_sglang.image_data import ImageTokens
+from slime_sglang.plugin import problem_of_experts
 from slime_sglang.request_check import RequestCheck, vocab_size_of
 from slime_sglang.scoring import score_body, scored
 
@@ -460,11 +461,6 @@ class SglangEngine(RolloutEngine):
 
 def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
     """EngineError where servers cannot be asked which experts they chose."""
-    if config.router_policy != "none":
-        # Its requests are a record of known fields, and the others do not reach the servers.
-        raise EngineError(
-            f'engine {setup.index}: engine.router_policy = "{config.router_policy}": sglang-router does not pass on that '
-            "expert ids are asked for (train.use_rollout_routing_replay). Say none: requests then go to the servers "
-            "directly, and router.middlewares has policies for them."
-        )
+    if problem := problem_of_experts(config):
+        raise EngineError(f"engine {setup.index}: {problem}")
     return ExpertSizes.of(setup.model_path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.contracts.engine import Capability, EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
+from slime_sglang.server.draws import DRAWS_BY_TOKEN
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -48,7 +49,7 @@ class Features:
             tp_size=int(args.get("tp_size") or 1),
             pp_size=int(args.get("pp_size") or 1),
             tokenizer=not args.get("skip_tokenizer_init"),
-            deterministic=bool(args.get("enable_deterministic_inference")),
+            deterministic=bool(args.get("enable_deterministic_inference")) and await draws_by_token(server),
             memory_saver=bool(args.get("enable_memory_saver")),
             version_spans=alone and await reports_spans(server),
             # Its processor decodes the prompt, so it needs the tokenizer.
@@ -97,6 +98,15 @@ async def reports_spans(server: Connection) -> bool:
         return "weight_versions" in answer["meta_info"]
     except (KeyError, TypeError) as error:
         raise EngineError(f"{server.name} does not answer like SGLang: /generate {str(answer)[:300]}.") from error
+
+
+async def draws_by_token(server: Connection) -> bool:
+    """Whether a request's draws are the same in every batch: in the servers that slime starts."""
+    try:
+        await server.post("/weights_checker", {"action": DRAWS_BY_TOKEN}, timeout_s=TIMEOUT_S)
+    except EngineError:
+        return False
+    return True
 
 
 def require_same_model(server: Connection, model: Mapping[str, Any], setup: EngineSetup) -> None:

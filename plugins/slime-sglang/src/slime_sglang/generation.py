@@ -21,6 +21,7 @@ from slime_sglang.image_data import ImageTokens, encoded
 
 INITIAL: Final = "default"
 """SGLang's word for the weights that it started with."""
+BAD_REQUEST: Final = 400
 SEED_BITS: Final = (1 << 63) - 1
 SLACK: Final = 1e-3
 """What rounding may put a log-prob above 0."""
@@ -289,8 +290,9 @@ class Running:
 def finish_reason(said: Mapping[str, Any] | None, server: str) -> FinishReason:
     kind = None if said is None else said["type"]
     if kind == "abort" and said is not None and said.get("status_code") not in (None, 200):
-        # SGLang's word for a request that it could not serve.
-        raise EngineError(f"{server}: refused a request: {said.get('message')}")
+        # SGLang's word for a request that it could not serve, be it the request's fault or its own.
+        kind_of = EngineRefused if said["status_code"] == BAD_REQUEST else EngineError
+        raise kind_of(f"{server}: refused a request: {said.get('message')}")
     try:
         return FinishReason(str(kind))
     except ValueError:

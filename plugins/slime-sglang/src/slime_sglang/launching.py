@@ -16,7 +16,7 @@ from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
-from slime_sglang.plugin import server_options
+from slime_sglang.plugin import problem_of_devices, server_options
 from slime_sglang.process import ServerProcess, address_of, free_port
 
 if TYPE_CHECKING:
@@ -75,16 +75,9 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     chosen = server_options(config)
     on_cpu = setup.device == "cpu"
     pp_size = chosen.get("pp_size", 1)
-    if setup.num_nodes > 1 and config.servers > 1:
-        raise EngineError(
-            f"engine {setup.index}: its {setup.num_devices} devices are on {setup.num_nodes} machines, which one server can "
-            f"span, but not engine.servers = {config.servers}. Use several engines (launcher.rollout_num_gpus_per_engine)."
-        )
-    if setup.num_devices % (config.servers * pp_size):
-        raise EngineError(
-            f"engine {setup.index}: {setup.num_devices} devices cannot be shared by engine.servers = {config.servers} of "
-            f"engine.pp_size = {pp_size}."
-        )
+    problem = problem_of_devices(config, setup.num_devices, setup.num_nodes, "--rollout-num-gpus-per-engine")
+    if problem is not None:
+        raise EngineError(f"engine {setup.index}: {problem}")
     deterministic = on_cpu if config.deterministic is None else config.deterministic
     options: dict[str, Any] = {
         "model_path": str(setup.model_path),

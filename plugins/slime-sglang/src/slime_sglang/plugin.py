@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import Field, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.engine import Capability, EngineDriver
+from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
 from slime_core.contracts.paths import RunPath
+from slime_core.errors import near_matches
+from slime_sglang.option_choices import Choices
 from slime_sglang.server_args import OWNED, ServerOption, installed_options
 
 if TYPE_CHECKING:
@@ -82,21 +84,50 @@ def may_tell_experts() -> bool:
 def make_config() -> type[SglangOptions]:
     """SglangOptions with the server's options beside its own. None: what SGLang does by default."""
     fields: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    choices: dict[str, Choices] = {}
     for option in options_of_server():
         if option.name in OWNED:
-            doc = f"Not an option of a run: decided by {OWNED[option.name]}."
-            fields[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+            refused[option.name] = f"decided by {OWNED[option.name]}"
         else:
             fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
-    owned = sorted(set(fields) & set(OWNED))
-    validators: dict[str, Any] = {"refuse_owned": field_validator(*owned)(refuse_owned)} if owned else {}
+        refused |= dict.fromkeys(
+            option.aliases,
+            refused.get(option.name) or f"called {option.name} here: say --sglang-{option.name.replace('_', '-')}",
+        )
+        if option.choices:
+            choices[option.name] = option.choices
+
+    def refuse(value: Any, info: Any) -> Any:
+        if value is not None:
+            raise ValueError(f"this is not an option of the engine: it is {refused[info.field_name]}")
+        return value
+
+    def check(value: Any, info: Any) -> Any:
+        known = choices[info.field_name]
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one not in known:
+                raise ValueError(no_choice(one, known))
+        return value
+
+    refused = {name: why for name, why in refused.items() if name not in SglangOptions.model_fields}
+    for name, why in refused.items():
+        doc = f"Not an option of a run: {why}."
+        fields[name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+    checked = sorted(set(choices) & set(fields) - set(refused))
+    validators: dict[str, Any] = {}
+    if refused:
+        validators["refuse"] = field_validator(*sorted(refused))(refuse)
+    if checked:
+        validators["check"] = field_validator(*checked)(check)
     return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
 
 
-def refuse_owned(cls: type[SglangOptions], value: Any, info: Any) -> Any:
-    if value is not None:
-        raise ValueError(f"this is not an option of the engine: it is decided by {OWNED[info.field_name]}")
-    return value
+def no_choice(value: object, known: Choices) -> str:
+    names = [str(choice) for choice in known]
+    close = near_matches(str(value), names)
+    matched = f"; close match: {', '.join(close)}" if close else ""
+    return f"not among the choices of the installed SGLang{matched}. Choices: {', '.join(names)}"
 
 
 def server_options(config: Any) -> dict[str, Any]:
@@ -120,6 +151,35 @@ def problems_of_prefill(config: SglangOptions) -> list[str]:
     if config.pause_mode != "abort":
         problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Use abort.')
     return problems
+
+
+def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str) -> str | None:
+    """`flag`: where the number of an engine's devices is said."""
+    servers, stages = config.servers, getattr(config, "pp_size", None) or 1
+    if num_nodes > 1 and servers > 1:
+        return (
+            f"engine.servers = {servers}: the {num_devices} devices of an engine are on {num_nodes} machines, which one server "
+            f"can span, but not several. Leave engine.servers out, or give each of more engines fewer devices ({flag})."
+        )
+    if num_devices % (servers * stages):
+        shares = f"engine.servers = {servers}" + (f" of engine.pp_size = {stages}" if stages > 1 else "")
+        return (
+            f"{shares}: the {num_devices} device(s) of an engine cannot be shared equally. Say {flag} {servers * stages} or a "
+            "multiple; on a CPU devices are processes."
+        )
+    return None
+
+
+def problem_of_experts(config: Any) -> str | None:
+    """Where servers cannot be asked which experts they chose."""
+    if config.router_policy == "none":
+        return None
+    # Its requests are a record of known fields, and the others do not reach the servers.
+    return (
+        f'engine.router_policy = "{config.router_policy}": sglang-router does not pass on that expert ids are asked for '
+        "(train.use_rollout_routing_replay). Say none: requests then go to the servers directly, and router.middlewares has "
+        "policies for them."
+    )
 
 
 class Sglang(EngineDriver):
@@ -169,6 +229,13 @@ class Sglang(EngineDriver):
                 f"engine.servers = {config.dp_size}, or more engines."
             )
         return problems
+
+    @classmethod
+    def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
+        problems = [problem_of_experts(config)] if layout.routed_experts else []
+        if not config.external_engine_addrs:
+            problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
+        return [problem for problem in problems if problem is not None]
 
     @classmethod
     def build(cls, config: Any) -> SglangEngine:

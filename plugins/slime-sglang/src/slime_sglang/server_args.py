@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+from slime_sglang.option_choices import Choices, NamedLists, constants, literals, may_be_extended
 
 OWNED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -19,7 +21,9 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "random_seed": "seed",
         "device": "launcher.device",
         "tp_size": "launcher.rollout_num_gpus_per_engine, engine.pp_size and engine.servers",
+        "context_length": "the model's max_position_embeddings and rollout.rollout_max_context_len",
         "enable_memory_saver": "launcher.offload_rollout",
+        "enable_weights_cpu_backup": "launcher.offload_rollout",
         "host": "the engine: loopback",
         "port": "the engine: a free one",
         "nccl_port": "the engine: a free one",
@@ -48,6 +52,9 @@ class ServerOption:
     type: Any
     """For pydantic: one of bool, int, float, str, a list of one of them, or Any."""
     doc: str
+    choices: Choices = ()
+    aliases: tuple[str, ...] = ()
+    """What SGLang's command line calls it as well."""
 
 
 def installed_options() -> tuple[ServerOption, ...]:
@@ -56,16 +63,20 @@ def installed_options() -> tuple[ServerOption, ...]:
     if spec is None or not spec.submodule_search_locations:
         return ()
     srt = Path(next(iter(spec.submodule_search_locations))) / "srt"
-    sources = [*sorted((srt / "arg_groups" / "fields").glob("*.py")), srt / "server_args.py"]
+    record, lists = srt / "server_args.py", srt / "arg_groups" / "choices.py"
+    sources = [*sorted((srt / "arg_groups" / "fields").glob("*.py")), record]
+    trees = {path: ast.parse(path.read_bytes()) for path in (*sources, lists) if path.is_file()}
+    named = NamedLists.of([tree for path, tree in trees.items() if path in (record, lists)], extended=may_be_extended())
     found: dict[str, ServerOption] = {}
     for source in sources:
-        if source.is_file():
-            for option in options_in(ast.parse(source.read_bytes()), of_record=source.name == "server_args.py"):
+        if source in trees:
+            for option in options_in(trees[source], named, of_record=source == record):
                 found.setdefault(option.name, option)
-    return tuple(found.values())
+    arguments = arguments_in(trees[record], named) if record in trees else []
+    return tuple(with_arguments(found, arguments))
 
 
-def options_in(tree: ast.Module, *, of_record: bool) -> Iterator[ServerOption]:
+def options_in(tree: ast.Module, named: NamedLists, *, of_record: bool) -> Iterator[ServerOption]:
     """The annotated fields of the classes of a module; with `of_record` of ServerArgs alone."""
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or (of_record and node.name != "ServerArgs"):
@@ -74,30 +85,73 @@ def options_in(tree: ast.Module, *, of_record: bool) -> Iterator[ServerOption]:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name = statement.target.id
                 if not name.startswith("_"):
-                    yield option_of(name, statement.annotation)
+                    yield option_of(name, statement.annotation, named)
 
 
-def option_of(name: str, annotation: ast.expr) -> ServerOption:
-    """`A[TYPE, "help"]`, `A[TYPE, Arg(help="help")]` or `TYPE`."""
+def option_of(name: str, annotation: ast.expr, named: NamedLists) -> ServerOption:
+    """`A[TYPE, "help"]`, `A[TYPE, Arg(help="help", choices=..., aliases=...)]` or `TYPE`."""
     doc = ""
+    choices: Choices = ()
+    aliases: tuple[str, ...] = ()
     if isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name) and annotation.value.id == "A":
         inner = annotation.slice
         if isinstance(inner, ast.Tuple):
             doc = next((text for part in inner.elts[1:] if (text := help_of(part))), "")
+            choices = next((known for part in inner.elts[1:] if (known := named.read(keyword_of(part, "choices")))), ())
+            told = (keyword_of(part, "aliases") for part in inner.elts[1:])
+            aliases = tuple(field_name(alias) for node in told if node is not None for alias in constants(node))
             annotation = inner.elts[0]
-    return ServerOption(name, type_of(ast.unparse(annotation)), doc or "See SGLang's documentation.")
+    choices = choices or literals(annotation)
+    type_ = type_of(ast.unparse(annotation))
+    if type_ is str and choices and all(isinstance(choice, int) for choice in choices):
+        type_ = int
+    return ServerOption(name, type_, doc or "See SGLang's documentation.", choices, aliases)
+
+
+def arguments_in(tree: ast.Module, named: NamedLists) -> list[tuple[tuple[str, ...], Choices]]:
+    """Names and choices of the arguments that are added one by one: all, or those whose record does not say everything."""
+    return [
+        (tuple(names), named.read(keyword_of(node, "choices")))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+        if (names := [field_name(arg.value) for arg in node.args if isinstance(arg, ast.Constant)])
+    ]
+
+
+def with_arguments(
+    found: Mapping[str, ServerOption], arguments: Sequence[tuple[tuple[str, ...], Choices]]
+) -> Iterator[ServerOption]:
+    """The options, with what their arguments say where their record says nothing."""
+    said = {name: argument for argument in arguments for name in argument[0] if name in found}
+    for name, option in found.items():
+        names, choices = said.get(name, ((), ()))
+        aliases = option.aliases or tuple(other for other in names if other != name)
+        yield replace(
+            option,
+            choices=option.choices or choices,
+            aliases=tuple(alias for alias in aliases if alias not in found),
+        )
+
+
+def field_name(flag: object) -> str:
+    return str(flag).lstrip("-").replace("-", "_")
+
+
+def keyword_of(node: ast.expr, name: str) -> ast.expr | None:
+    if not isinstance(node, ast.Call):
+        return None
+    return next((keyword.value for keyword in node.keywords if keyword.arg == name), None)
 
 
 def help_of(node: ast.expr) -> str:
-    if isinstance(node, ast.Call):
-        node = next((keyword.value for keyword in node.keywords if keyword.arg == "help"), node)
+    node = keyword_of(node, "help") or node
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return " ".join(node.value.split())
     return ""
 
 
 def type_of(text: str) -> Any:
-    """What the command line needs to know of a type; SGLang checks the rest."""
+    """What the command line needs to know of a type, beside its choices; SGLang checks the rest."""
     text = text.strip("'\"")
     for wrapper in ("Optional[", "typing.Optional["):
         if text.startswith(wrapper):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import socket
 from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from slime_core.heap import settled_heap
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_S: Final = 75
@@ -33,7 +34,6 @@ def run(app: ASGIApp, listener: socket.socket, *, log_level: str) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    # What was imported stays; a collection that walks through it would only hold requests up.
-    gc.collect()
-    gc.freeze()
-    uvicorn.Server(config).run(sockets=[listener])
+    # A collection that walks through what was imported, or often through what is in flight, only holds requests up.
+    with settled_heap():
+        uvicorn.Server(config).run(sockets=[listener])

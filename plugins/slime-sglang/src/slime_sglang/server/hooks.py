@@ -1,23 +1,35 @@
 """What is hooked into the servers that slime starts, through SGLang's own hook registry.
 
-Everywhere: two more actions of /weights_checker, checks before weights are loaded from a folder of slime's, and no bias
-that nobody trained in the head of a reward model. On a CPU, where they are missing: the three parts that sampling by seed
-needs, and memory for expert ids. A server that somebody else started has none of this.
+Everywhere: three more actions of /weights_checker, checks before weights are loaded from a folder of slime's, no bias
+that nobody trained in the head of a reward model, and draws that do not depend on what else is in a batch. On a CPU,
+where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that somebody
+else started has none of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
 from slime_sglang.server.checksum import ACTION, checksum_of_weights
+from slime_sglang.server.draws import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 
 UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOADING: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "update_weights_from_disk": load_from_disk,
+        "update_weights_from_tensor": forget_base,
+        "update_weights_from_distributed": forget_base,
+    }
+)
+"""Methods of it, and what is put around them."""
 LOAD: Final = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 LOOKED_UP: Final = (
     "fused_sigmoid_mul_cpu",
@@ -35,10 +47,10 @@ def register_hooks(*, on_cpu: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", check_weights, HookType.AROUND)
-    HookRegistry.register(f"{UPDATER}.update_weights_from_disk", load_from_disk, HookType.AROUND)
-    for other in ("tensor", "distributed"):
-        HookRegistry.register(f"{UPDATER}.update_weights_from_{other}", forget_base, HookType.AROUND)
+    for name, hook in LOADING.items():
+        HookRegistry.register(f"{UPDATER}.{name}", hook, HookType.AROUND)
     HookRegistry.register(LOAD, clear_bias, HookType.AROUND)
+    HookRegistry.register(f"{SAMPLER}.{SORTED}", draw_by_token, HookType.AROUND)
     if on_cpu:
         HookRegistry.register(
             "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", use_cpu_kernels, HookType.AROUND
@@ -48,12 +60,33 @@ def register_hooks(*, on_cpu: bool) -> None:
         )
         allow_native_attention()
         if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
-            HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", hash_in_torch, HookType.AROUND)
+            HookRegistry.register(f"{SAMPLER}.murmur_hash32", hash_in_torch, HookType.AROUND)
         declare_kernels()
+
+
+def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
+    """Whether calls of `target` come by `hook`: it is looked for in the wrappers that are there, whoever else wraps it."""
+    try:
+        found = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    while found is not None:
+        if any(cell.cell_contents is hook for cell in getattr(found, "__closure__", None) or ()):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
 
 
 def check_weights(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     if action == CAN_VERIFY:
+        # SGLang only logs a hook that it could not apply.
+        missing = [name for name, hook in LOADING.items() if not is_hooked(f"{UPDATER}.{name}", hook)]
+        if missing:
+            raise NotImplementedError(f"{CAN_VERIFY}: this SGLang has no {UPDATER}.{missing[0]} to check folders in")
+        return None
+    if action == DRAWS_BY_TOKEN:
+        if not draws_by_token():
+            raise NotImplementedError(f"{DRAWS_BY_TOKEN}: this SGLang has no {SORTED} in {SAMPLER}")
         return None
     if action != ACTION:
         return original(checker, action, *args, **kwargs)
