@@ -7,7 +7,7 @@ if neither acceptance nor refilling depends on which answer happened to come fir
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,7 +38,6 @@ class Tally:
     accepted: list[SampleGroup] = field(default_factory=list)
     refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
     returned: list[BufferItem] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
 
 
 class AcceptedGroups(Collector):
@@ -54,7 +53,9 @@ class AcceptedGroups(Collector):
             while len(tally.accepted) < target:
                 if not in_flight:
                     missing = target - len(tally.accepted)
-                    in_flight += self._submit(context, -(-missing * config.wave // target), step)
+                    in_flight += self._submit(
+                        context, -(-missing * config.wave // target), step, left=len(tally.accepted)
+                    )
                 group = await in_flight[0].running.task
                 submitted = in_flight.popleft()
                 candidates = len(tally.accepted) + 1 + len(in_flight)
@@ -63,12 +64,11 @@ class AcceptedGroups(Collector):
                     tally.accepted.append(marked(group, decision.untrained))
                     continue
                 tally.refused.append((group, decision.reason))
-                tally.rejected[decision.reason] += 1
                 if goes_back(group, config):
                     tally.returned.append(submitted.item.as_returned(step))
-                check_limit(tally.rejected, len(tally.accepted), step, config)
+                check_limit(tally.refused, len(tally.accepted), step, config)
                 if config.refill == "eager":
-                    in_flight += self._submit(context, 1, step)
+                    in_flight += self._submit(context, 1, step, left=len(tally.accepted) + len(in_flight))
             complete = True
         finally:
             await self._abort(context, in_flight, wait_for_rewards=complete)
@@ -78,10 +78,10 @@ class AcceptedGroups(Collector):
         context.observe(step, accepted, tally.refused)
         return accepted
 
-    def _submit(self, context: RolloutContext, num_groups: int, step: int) -> list[Submitted]:
+    def _submit(self, context: RolloutContext, num_groups: int, step: int, *, left: int) -> list[Submitted]:
         items = context.buffer.get_samples(num_groups)
         if not items:
-            raise data_ended(step)
+            raise data_ended(step, left, context.config)
         assert context.runner is not None
         return [Submitted(item, context.runner.start(item.prompt, item.samples)) for item in items]
 

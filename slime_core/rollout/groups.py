@@ -14,6 +14,7 @@ from slime_core.contracts.generator import Generator
 from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
+from slime_core.rollout.failures import with_failure
 from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
 from slime_core.rollout.staleness import mask_kept
 from slime_core.rollout.trace import AnswerTrace, GroupTrace
@@ -178,6 +179,7 @@ class GroupRunner:
     ) -> Sequence[Sample]:
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
+        failure: Exception | None = None
         for attempt in range(self.settings.max_retries + 1):
             episode = EngineEpisode(
                 prompt=prompt,
@@ -208,15 +210,18 @@ class GroupRunner:
             except EngineUnavailable as error:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
+                failure = error
                 break
             except (EngineError, PluginError, RewardError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
                 self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+                failure = error
             finally:
                 traces.append(episode.trace(time.perf_counter() - began))
-        return [failed_sample(prompt, index)]
+        assert failure is not None
+        return [with_failure(failed_sample(prompt, index), failure)]
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
         plan = self.settings.scoring

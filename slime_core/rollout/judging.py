@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
-from slime_core.errors import RolloutsExhausted
+from slime_core.errors import RolloutError, RolloutsExhausted
 from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.failures import most_frequent
 from slime_core.rollout.groups import is_aborted, is_failed
 from slime_core.types.sample import SampleGroup
 
@@ -63,17 +64,40 @@ def marked(group: SampleGroup, untrained: Sequence[int]) -> SampleGroup:
     return replace(group, samples=tuple(samples))
 
 
-def check_limit(rejected: Counter[str], accepted: int, step: int, config: RolloutConfig) -> None:
-    """RolloutsExhausted with the reasons if too many groups of a step were rejected."""
-    limit = config.max_filtered_groups or 10 * config.rollout_batch_size
-    if rejected.total() >= limit:
-        reasons = ", ".join(f"{name} {count}" for name, count in rejected.most_common())
-        raise RolloutsExhausted(
-            f"step {step}: {rejected.total()} groups were rejected while {accepted} of "
-            f"{config.rollout_batch_size} were accepted ({reasons}). Look at the filters and the reward, raise "
-            "--max-filtered-groups, or let the run end here when nothing is left to learn: --on-exhausted finish."
+def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step: int, config: RolloutConfig) -> None:
+    """RolloutsExhausted with the reasons if too many groups of a step were refused; RolloutError if most of them failed,
+    which says nothing about what there is to learn."""
+    if len(refused) < (config.max_filtered_groups or 10 * config.rollout_batch_size):
+        return
+    rejected = Counter(reason for _, reason in refused)
+    reasons = ", ".join(f"{name} {count}" for name, count in rejected.most_common())
+    told = (
+        f"step {step}: {len(refused)} groups were rejected while {accepted} of {config.rollout_batch_size} were accepted "
+        f"({reasons})."
+    )
+    if failure := most_frequent(group for group, reason in refused if reason == FAILED):
+        text, count, total = failure
+        told += (
+            f" Of {total} failed answers {count} failed so: {text} (events.jsonl in the run's folder has all of them)."
         )
+    if 2 * rejected[FAILED] >= len(refused):
+        raise RolloutError(f"{told} Mend what fails.")
+    raise RolloutsExhausted(
+        f"{told} Look at the filters and the reward, raise --max-filtered-groups"
+        f"{or_finish(config, ', or let the run end here when nothing is left to learn')}."
+    )
 
 
-def data_ended(step: int) -> RolloutsExhausted:
-    return RolloutsExhausted(f"step {step}: the data has ended; there is no prompt left to generate from.")
+def data_ended(step: int, left: int, config: RolloutConfig) -> RolloutsExhausted:
+    """`left`: groups that were still to be had."""
+    wanted = config.rollout_batch_size
+    found = f"{left} of the {wanted} groups that a step wants are left" if left else "there is no prompt left"
+    return RolloutsExhausted(
+        f"step {step}: the data has ended: {found}. Give more data, or a source that begins anew at its end, or a "
+        f"--rollout-batch-size that divides the number of prompts{or_finish(config, ', or let the run end here')}."
+    )
+
+
+def or_finish(config: RolloutConfig, said: str) -> str:
+    """What to type, unless it has been typed."""
+    return "" if config.on_exhausted == "finish" else f"{said}: --on-exhausted finish"

@@ -8,7 +8,7 @@ breaking off what it did not need.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -49,7 +49,6 @@ class Order:
     step: int
     context: RolloutContext
     refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
 
     @property
     def size(self) -> int:
@@ -157,7 +156,7 @@ class GroupPool(Collector):
             items = order.context.buffer.get_samples(room)
             if not items:
                 if not self._running:
-                    raise data_ended(order.step)
+                    raise data_ended(order.step, len(self._ready), config)
                 return
             for item in items:
                 self._start(order, item.begun(order.step))
@@ -190,10 +189,9 @@ class GroupPool(Collector):
             self._accept(order, Finished(member.item, marked(group, decision.untrained)))
             return
         order.refused.append((group, decision.reason))
-        order.rejected[decision.reason] += 1
         if goes_back(group, config):
             context.buffer.add_samples([member.item.as_returned(order.step)])
-        check_limit(order.rejected, len(self._ready), order.step, config)
+        check_limit(order.refused, len(self._ready), order.step, config)
 
     def _accept(self, order: Order, finished: Finished) -> None:
         """Puts it beside those that wait for a step, unless it is too old for this one."""

@@ -12,6 +12,7 @@ from slime_core.config.bound import BoundReward, PartSpec
 from slime_core.config.rollout import RewardPolicy, RolloutConfig
 from slime_core.contracts.reward import Outcome
 from slime_core.errors import RewardError, unknown_name
+from slime_core.rollout.failures import with_failure
 from slime_core.rollout.rewards import Verdict, is_scored, part_of
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
@@ -94,7 +95,7 @@ async def score_group(
     for reward, of_reward in zip(plan.rewards, answers, strict=True):
         for n, verdict in zip(members[reward.label], of_reward, strict=True):
             verdicts[n][reward.label] = verdict
-    samples, failed = list(group.samples), []
+    samples, failed, failures = list(group.samples), [], {}
     for n in asked:
         failure = next((v.failure for v in verdicts[n].values() if v.failure is not None), None)
         if failure is None:
@@ -104,10 +105,14 @@ async def score_group(
         if policy == "error":
             raise failure
         failed.append(FailedScoring(samples[n], failure))
+        failures[n] = failure
         samples[n] = without_reward(samples[n], policy)
     if failed and all(sample.reward is None for sample in samples):
         # Nothing is left of it to learn from, or to compare with.
         samples = [without_reward(sample, "fail_sample") for sample in samples]
+    for n, failure in failures.items():
+        if samples[n].status is Status.FAILED:
+            samples[n] = with_failure(samples[n], failure)
     return replace(group, samples=tuple(samples)), failed
 
 

@@ -15,7 +15,7 @@ from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError, RolloutError
+from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError, RolloutError, RolloutsExhausted
 from slime_core.rollout import accepted as room
 from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
@@ -265,6 +265,42 @@ async def test_too_many_rejections_end_the_step_with_the_reasons():
         await setup.collect()
 
 
+async def test_the_most_frequent_failure_is_told_and_the_limit_is_not_to_blame():
+    def failing(errors):
+        class Failing(Answers):
+            async def generate(self, episode):
+                raise errors[episode.prompt.group_index % len(errors)]
+
+        return runner(Failing(), retries=0)[0]
+
+    errors = [
+        EngineUnavailable("lost 4 times"),
+        ValueError("row 1: answered 500 oops"),
+        ValueError("row 2: answered 500 oops"),
+    ]
+    told = (
+        r"step 0: 3 groups were rejected while 0 of 2 were accepted \(failed 3\)\. Of 9 failed answers 6 failed so: "
+        r"ValueError: row 1: answered 500 oops \(events.jsonl in the run's folder has all of them\)\. Mend what fails\.$"
+    )
+    for on_exhausted in ("error", "finish"):
+        setup = Setup(failing(errors), max_filtered_groups=3, on_exhausted=on_exhausted)
+        with pytest.raises(RolloutError, match=told) as raised:
+            await setup.collect()
+        # It is not that nothing was left to learn.
+        assert not isinstance(raised.value, RolloutsExhausted)
+
+    # Of rewards too; and where filters reject most, they are looked at as well.
+    made, _ = runner(Answers(), rewards=Rewards(RewardError("answered 500 oops")), tolerant=True)
+    with pytest.raises(RolloutError, match="Of 6 failed answers 6 failed so: RewardError: answered 500 oops"):
+        await Setup(made, max_filtered_groups=2).collect()
+    outcomes = {0: Status.FAILED, 1: SAME, 2: SAME}
+    setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], max_filtered_groups=3, rollout_batch_size=3)
+    with pytest.raises(
+        RolloutsExhausted, match=r"\(all_1 2, failed 1\)\. Look at the filters .*: --on-exhausted finish\.$"
+    ):
+        await setup.collect()
+
+
 async def test_failed_groups_go_back_or_are_dropped():
     for way, waiting in (("requeue", [(0, ItemKind.RETURNED)]), ("drop", [])):
         setup = Setup(ScriptedRunner((), {0: Status.FAILED}), on_failed_group=way)
@@ -326,7 +362,11 @@ async def test_cancelling_the_step_ends_what_runs():
 async def test_the_data_may_end():
     setup = Setup(ScriptedRunner(), end=3)
     assert await setup.collect() == [0, 1]
-    with pytest.raises(RolloutError, match="step 1: the data has ended"):
+    with pytest.raises(RolloutError, match=r"step 1: the data has ended: 1 of the 2 groups .*: --on-exhausted finish"):
+        await setup.collect(1)
+    setup = Setup(ScriptedRunner(), end=2, on_exhausted="finish")
+    assert await setup.collect() == [0, 1]
+    with pytest.raises(RolloutError, match=r"there is no prompt left.* divides the number of prompts\.$"):
         await setup.collect(1)
 
 

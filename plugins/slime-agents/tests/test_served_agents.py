@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import sys
+import threading
 from dataclasses import replace
 
 import anthropic
@@ -278,6 +280,71 @@ def test_an_agent_that_never_ends():
     assert (sample.status, sample.response) == (Status.TRUNCATED, "x<e>")
 
 
+def test_an_agent_that_blocks_is_named_and_the_run_goes_on():
+    held = threading.Event()
+
+    async def hog(task):
+        held.wait(600)
+
+    async def hog_later(task):
+        await ask(task, user("hi"))
+        held.wait(600)
+
+    async def scene(function, **config):
+        turns = 0
+
+        async def turn():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.01)
+
+        def stopping(text):
+            asyncio.get_running_loop().call_later(0.3, stop.set)
+            return "x"
+
+        stop = asyncio.Event()
+        generator = ServedAgent(FunctionAgent(function, name="mine", grace_s=0.2), AgentConfig(**config))
+        turning = asyncio.create_task(turn())
+        try:
+            return await generator.generate(episode_with(Speaker(stopping, tokenizer=CHAT), tokenizer=CHAT, stop=stop))
+        finally:
+            turning.cancel()
+            assert turns > 3
+            await generator.close()
+
+    place = rf"{re.escape(__file__)}:{hog.__code__.co_firstlineno + 1}"
+    try:
+        with pytest.raises(PluginError, match=rf"agent mine blocks the event loop of all agents at {place}: .*command"):
+            asyncio.run(scene(hog, timeout_s=0.3))
+        # A run that ends does not wait for it, and keeps what it has.
+        assert [sample.response for sample in asyncio.run(scene(hog_later))] == ["x<e>"]
+    finally:
+        held.set()
+
+
+def test_agents_of_a_run_share_an_event_loop():
+    loops = []
+
+    async def one(task):
+        loops.append((asyncio.get_running_loop(), threading.current_thread()))
+        raise SystemExit(3)
+
+    async def scene():
+        agents = [ServedAgent(FunctionAgent(one), AgentConfig()) for _ in range(2)]
+        for generator in agents:
+            # It is run again, or counted.
+            with pytest.raises(AgentFailed, match=r"SystemExit\(3\)"):
+                await generator.generate(episode_with(Chat(lambda text: "x"), tokenizer=CHAT))
+        for generator in agents:
+            await generator.close()
+
+    asyncio.run(scene())
+    assert loops[0] == loops[1]
+    assert not loops[0][1].is_alive()
+    assert loops[0][1] is not threading.main_thread()
+
+
 def test_an_agent_that_fails():
     async def raises(task):
         await ask(task, user("hi"))
@@ -304,10 +371,13 @@ def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
 
     async def busy(task):
         await ask(task, user("hi"))
-        stop.set()
         await asyncio.sleep(600)
 
-    samples, _ = play(busy, lambda text: "x", stop=stop)
+    def stopping(text):
+        asyncio.get_running_loop().call_later(0.3, stop.set)
+        return "x"
+
+    samples, _ = play(busy, stopping, stop=stop)
     # What it has is kept for later, though the model is not in the middle of a word.
     assert [(sample.status, sample.response) for sample in samples] == [(Status.ABORTED, "x<e>")]
 

@@ -187,7 +187,7 @@ def agent(name: str) -> Callable[[AgentFunction], type[GeneratorDriver]]:
             from slime_agents.served.agents import FunctionAgent
             from slime_agents.served.generator import ServedAgent
 
-            return ServedAgent(FunctionAgent(function), config)
+            return ServedAgent(FunctionAgent(function, name=name), config)
 
         body: dict[str, Any] = {
             "__doc__": function.__doc__,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
+from slime_agents.served.agent_thread import AgentThread
+from slime_core.errors import PluginError
 from slime_core.types.prompt import Message
 
 ALWAYS_PASSED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 MOST_OUTPUT: Final = 65536
+GRACE_S: Final = 10.0
+"""For an agent that is told to end."""
 
 
 class AgentFailed(Exception):
@@ -66,6 +71,8 @@ AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[float | None]]
 class Agent(ABC):
     scores_itself = False
     """The run needs no reward for it: an episode that it could not end itself has none, and fails."""
+    stuck: PluginError | None = None
+    """What kept it from ending when it was cancelled."""
 
     async def open(self) -> None:
         """Once, while the run starts: PluginError, with what to type, if what it depends on is not there."""
@@ -82,11 +89,53 @@ class Agent(ABC):
 
 
 class FunctionAgent(Agent):
-    def __init__(self, function: AgentFunction) -> None:
+    """Runs in an event loop beside the run's, which goes on whatever the function does."""
+
+    def __init__(self, function: AgentFunction, *, name: str | None = None, grace_s: float = GRACE_S) -> None:
         self._function = function
+        self._name = name or function.__name__
+        self._grace_s = grace_s
+        self._thread: AgentThread | None = None
 
     async def run(self, task: AgentTask) -> float | None:
-        return await self._function(task)
+        if self._thread is None:
+            self._thread = AgentThread.joined()
+        # Whoever is still on the way when the run ends finds it closed.
+        thread = self._thread
+        in_run = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, task.name_thread)
+        aside = thread.start(self._call(replace(task, name_thread=in_run)), name=self._name)
+        try:
+            await asyncio.wait([aside.outcome])
+        except asyncio.CancelledError:
+            turned = asyncio.Event()
+            aside.cancel()
+            thread.call(asyncio.get_running_loop().call_soon_threadsafe, turned.set)
+            await asyncio.wait([aside.outcome], timeout=self._grace_s if self.stuck is None else 0)
+            if not turned.is_set():
+                self.stuck = self._blocked(thread)
+            raise
+        return aside.outcome.result()  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            await self._thread.leave()
+            self._thread = None
+
+    async def _call(self, task: AgentTask) -> float | None:
+        try:
+            return await self._function(task)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # It would end the loop of all agents.
+            raise AgentFailed(f"the agent raised {error!r}") from error
+
+    def _blocked(self, thread: AgentThread) -> PluginError:
+        name, where = thread.at_work(self._function.__code__.co_filename)
+        return PluginError(
+            f"agent {name or self._name} blocks the event loop of all agents at {where}: it could not be ended within "
+            f"{self._grace_s:g} s. Await what takes time (asyncio.sleep, openai.AsyncOpenAI, "
+            "await asyncio.to_thread(function, ...)), or make it a program, which can be killed: "
+            """--generate openai_agent --generate.command '["python", "agent.py"]'."""
+        )
 
 
 class CommandAgent(Agent):

@@ -103,6 +103,10 @@ class ServedAgent(Generator):
             if session.ended.is_set():
                 return None, False
             if not running.done():
+                running.cancel()
+                await asyncio.wait([running])
+                if self._agent.stuck is not None:
+                    raise self._agent.stuck
                 return None, True
             error = running.exception()
             if error is None:
