@@ -1,14 +1,5 @@
-<<<<<<< HEAD
-"""What is hooked into the servers that slime starts, through SGLang's own hook registry.
-
-Everywhere: three more actions of /weights_checker, checks before weights are loaded from a folder of slime's, no bias
-that nobody trained in the head of a reward model, and draws that do not depend on what else is in a batch. On a CPU,
-where they are missing: the three parts that sampling by seed needs, and memory for expert ids. A server that somebody
-else started has none of this.
-=======
 """What is put around functions of SGLang in the servers that slime starts, through SGLang's own hook registry. `hook_table`
 has what for and when; a server that somebody else started has none of it.
->>>>>>> flags
 """
 
 from __future__ import annotations
