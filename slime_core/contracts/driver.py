@@ -31,6 +31,8 @@ class Driver(ABC, Generic[T_co]):
     """
 
     api_version: ClassVar[int] = API_VERSION
+    noun: ClassVar[str] = ""
+    """What messages call it, where its group holds several kinds of driver."""
     Config: ClassVar[type[DriverConfig]] = DriverConfig
 
     @classmethod

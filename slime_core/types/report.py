@@ -42,6 +42,8 @@ class PublishReport:
     seconds: float
     bytes_sent: int
     buckets: int
+    density: float | None = None
+    """Share of the elements that are others than in the version before; None: nobody compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
