@@ -65,6 +65,8 @@ class SentReport:
 
     bytes_sent: int = 0
     buckets: int = 0
+    density: float | None = None
+    """Share of the elements that are others than in the version before; None: it did not compare."""
 
 
 class WeightSender(ABC):

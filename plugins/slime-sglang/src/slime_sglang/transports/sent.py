@@ -29,4 +29,5 @@ class SentTransport(WeightTransport):
             seconds=time.perf_counter() - started,
             bytes_sent=sum(report.bytes_sent for report in reports),
             buckets=buckets,
+            density=next((report.density for report in reports if report.density is not None), None),
         )
