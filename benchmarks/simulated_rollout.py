@@ -92,14 +92,33 @@ class Seen:
                 self.tokens += sample.response_length
 
 
-def simulate(steps: int, train_s: float, rollout: dict[str, Any], seen: Seen, *, slots: int = SLOTS) -> Simulation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of what is simulated."""
+
+    steps: int
+    groups: int = GROUPS
+    slots: int = SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way to run."""
+
+    least: float | None
+    """The closed-form bound on the seconds of a step."""
+    seconds: float
+    seen: Seen
+
+
+def simulate(size: Size, train_s: float, rollout: dict[str, Any], seen: Seen) -> Simulation:
     with tempfile.TemporaryDirectory() as folder:
         simulation = Simulation(
-            engines=[TimedEngine(slots=slots, rate=rate, length=length_left)],
+            engines=[TimedEngine(slots=size.slots, rate=rate, length=length_left)],
             folder=Path(folder),
-            num_rollout=steps,
+            num_rollout=size.steps,
             rollout={
-                "rollout_batch_size": GROUPS,
+                "rollout_batch_size": size.groups,
                 "n_samples_per_prompt": SAMPLES,
                 "rollout_max_response_len": CAP,
                 **rollout,
@@ -117,18 +136,37 @@ def step_seconds(simulation: Simulation) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
+def full_seconds(size: Size) -> float:
+    return size.groups * SAMPLES * mean_length() / (size.slots * rate(size.slots))
+
+
+def asynchronous(size: Size, train: float) -> Measured:
+    seen = Seen()
+    seconds = step_seconds(simulate(size, train, {"ahead": 3, "max_staleness": 8}, seen))
+    return Measured(max(full_seconds(size), train), seconds, seen)
+
+
+def partial(size: Size, train: float) -> Measured:
+    seen = Seen()
+    rollout = {"partial_rollout": True, "over_sampling_batch_size": 2 * size.groups, "max_staleness": 8}
+    return Measured(full_seconds(size) + train, step_seconds(simulate(size, train, rollout, seen)), seen)
+
+
+def one_ahead(size: Size, train: float) -> Measured:
+    seen = Seen()
+    return Measured(None, step_seconds(simulate(size, train, {"ahead": 1}, seen)), seen)
+
+
 def compare(steps: int) -> list[str]:
-    full = GROUPS * SAMPLES * mean_length() / (SLOTS * rate(SLOTS))
-    generation = step_seconds(simulate(steps, 0.0, {}, Seen()))
+    size = Size(steps=steps)
+    full = full_seconds(size)
+    generation = step_seconds(simulate(size, 0.0, {}, Seen()))
     train = TRAIN_SHARE * generation
-    sync = step_seconds(simulate(steps, train, {}, Seen()))
+    sync = step_seconds(simulate(size, train, {}, Seen()))
     cases = {
-        "one step ahead (`--ahead 1`)": (None, {"ahead": 1}),
-        "asynchronous (`--ahead 3 --max-staleness 8`)": (max(full, train), {"ahead": 3, "max_staleness": 8}),
-        "partial rollouts (`--partial-rollout --over-sampling-batch-size 128 --max-staleness 8`)": (
-            full + train,
-            {"partial_rollout": True, "over_sampling_batch_size": 2 * GROUPS, "max_staleness": 8},
-        ),
+        "one step ahead (`--ahead 1`)": one_ahead,
+        "asynchronous (`--ahead 3 --max-staleness 8`)": asynchronous,
+        "partial rollouts (`--partial-rollout --over-sampling-batch-size 128 --max-staleness 8`)": partial,
     }
     lines = [
         f"E[length] {mean_length():,.0f} tokens; F = {full:.0f} s, G = {generation:.0f} s, T = {train:.0f} s; "
@@ -138,12 +176,12 @@ def compare(steps: int) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
         f"| synchronous | {sync:.0f} | 1.00 | | | 0 (0) |",
     ]
-    for name, (least, rollout) in cases.items():
-        seen = Seen()
-        seconds = step_seconds(simulate(steps, train, rollout, seen))
-        mean, most = sum(seen.behind) / len(seen.behind), max(seen.behind)
-        reached = "| | " if least is None else f"| {sync / least:.2f} | {least / seconds:.2f} "
-        lines.append(f"| {name} | {seconds:.0f} | {sync / seconds:.2f} {reached}| {mean:.2f} ({most}) |")
+    for name, measure in cases.items():
+        found = measure(size, train)
+        behind, least = found.seen.behind, found.least
+        mean, most = sum(behind) / len(behind), max(behind)
+        reached = "| | " if least is None else f"| {sync / least:.2f} | {least / found.seconds:.2f} "
+        lines.append(f"| {name} | {found.seconds:.0f} | {sync / found.seconds:.2f} {reached}| {mean:.2f} ({most}) |")
     return lines
 
 
@@ -151,7 +189,8 @@ def many_in_flight() -> str:
     """In a process of its own: the memory of a driver with so many requests in flight."""
     groups, seen = IN_FLIGHT // SAMPLES, Seen()
     began = time.process_time()
-    simulation = simulate(1, 1.0, {"rollout_batch_size": groups, "concurrency": IN_FLIGHT}, seen, slots=IN_FLIGHT)
+    size = Size(steps=1, groups=groups, slots=IN_FLIGHT)
+    simulation = simulate(size, 1.0, {"concurrency": IN_FLIGHT}, seen)
     most, seconds = simulation.engines[0].most_running, time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert most == IN_FLIGHT

@@ -68,6 +68,8 @@ class SentReport:
     buckets: int = 0
     compared_with: ComparedWith | None = None
     """See `PublishReport`."""
+    density: float | None = None
+    """Share of the elements that are others than in the version before; None: it did not compare."""
 
 
 class WeightSender(ABC):

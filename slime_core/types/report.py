@@ -48,6 +48,8 @@ class PublishReport:
     buckets: int
     compared_with: ComparedWith | None = None
     """What the engines' weights were compared with afterwards; None: with nothing."""
+    density: float | None = None
+    """Share of the elements that are others than in the version before; None: nobody compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -453,10 +453,14 @@ def test_a_delta_is_small_and_a_wrong_base_gets_everything(ranks, stack):
     engines = [Engine(stack, 0), Engine(stack, 1)]
     rank = ranks(Delta, update_weight_buffer_size=10**6)
     tensors = {"a.w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
-    whole = rank.send(tensors, 1, *engines).bytes_sent
-    assert whole == 20_000
+    first = rank.send(tensors, 1, *engines)
+    whole = first.bytes_sent
+    assert (whole, first.density) == (20_000, None)
     tensors["a.w"][::10, ::10] *= 2
-    assert rank.send(tensors, 2, *engines).bytes_sent < 500
+    second = rank.send(tensors, 2, *engines)
+    assert second.bytes_sent < 500
+    # Every tenth element of every tenth row.
+    assert second.density == 0.01
     assert all(engine.holds(tensors) for engine in engines)
     # One engine says that it holds something else, another one is a new process.
     tensors["a.w"][5, 5] = 7

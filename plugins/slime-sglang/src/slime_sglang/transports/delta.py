@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,8 @@ class DeltaSender(ServerSender):
         super().__init__(config)
         self._level = config.compression_level
         self._sent: list[FlatBucket] = []
+        self._num_changed = 0
+        """Elements, by the last comparison."""
         self._identity: str | None = None
         """Of what was sent; None: nothing was, or not all."""
         self._holders: set[EngineEndpoint] = set()
@@ -91,13 +94,14 @@ class DeltaSender(ServerSender):
                 self._holders.update(others)
         finally:
             folder.remove_all_but(self._root, [])
-        return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent))
+        density = None if changes is None else self._num_changed / sum(map(num_elements, self._sent))
+        return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent), density=density)
 
     def _take(
         self, layers: Iterator[Mapping[str, Tensor] | None], delta: Path | None, digests: Digests | None
     ) -> list[FileEntry] | None:
         """Brings `_sent` up to date; the changes, unless the tensors are others than the last time."""
-        before, self._sent = self._sent, []
+        before, self._sent, self._num_changed = self._sent, [], 0
         changes: list[Future[FileEntry]] | None = None if delta is None else []
         with ThreadPoolExecutor(WRITERS) as writers:
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
@@ -113,7 +117,9 @@ class DeltaSender(ServerSender):
                 if len(changes) >= WRITERS:
                     # What waits to be compressed is in memory.
                     changes[-WRITERS].result()
-                changes.append(writers.submit(self._write, delta, bucket, compare(held.data, bucket)))
+                found = compare(held.data, bucket)
+                self._num_changed += sum(steps.shape[-1] for steps, _ in found)
+                changes.append(writers.submit(self._write, delta, bucket, found))
                 self._sent.append(held)
         entries = None if changes is None else [change.result() for change in changes]
         return entries if len(before) == len(self._sent) else None
@@ -156,3 +162,7 @@ def own(bucket: FlatBucket) -> FlatBucket:
         data = torch.empty(bucket.data.shape, dtype=torch.uint8, pin_memory=True)
         return replace(bucket, data=data.copy_(bucket.data))
     return bucket
+
+
+def num_elements(bucket: FlatBucket) -> int:
+    return sum(math.prod(shape) for shape in bucket.shapes)

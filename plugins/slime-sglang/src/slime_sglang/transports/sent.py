@@ -30,4 +30,5 @@ class SentTransport(WeightTransport):
             bytes_sent=sum(report.bytes_sent for report in reports),
             buckets=buckets,
             compared_with=next((report.compared_with for report in reports if report.compared_with is not None), None),
+            density=next((report.density for report in reports if report.density is not None), None),
         )
