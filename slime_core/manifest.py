@@ -30,6 +30,26 @@ MAY_CHANGE: Final = (
 )
 """Keys that a resumed run may change: they alter what is written down or how long it goes on, not what is trained."""
 
+REPLAY_MAY_CHANGE: Final = (
+    ("name",),
+    ("runs_dir",),
+    ("prepare",),
+    ("plugin",),
+    ("required_plugins",),
+    ("trackers",),
+    ("debug",),
+    ("checkpoint", "keep_checkpoints"),
+    ("checkpoint", "async_save"),
+    ("checkpoint", "save_hf"),
+    ("rollout", "dump_rollouts"),
+    ("rollout", "reward_workers"),
+    ("rollout", "reward_timeout"),
+    ("rollout", "reward_retries"),
+)
+"""Keys that the replay of a schedule may change. Not how many steps there are, nor when checkpoints are taken and what is
+evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
+are compared by their text."""
+
 LIBRARIES: Final = ("torch", "transformers", "numpy")
 
 
@@ -125,6 +145,20 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         fingerprint=hash_of(identity),
         training=hash_of(moved),
     )
+
+
+def replay_identity(manifest: Manifest) -> dict[str, Any]:
+    """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
+    plugins, the texts of single-file plugins and the fingerprint of the data."""
+    others = {
+        "plugins": {where: name for where, name in manifest.plugins.items() if not where.startswith("trackers")},
+        "plugin_files": manifest.plugin_files,
+        "training_data": manifest.data,
+    }
+    kept: dict[str, Any] = json.loads(
+        json.dumps(without(manifest.config, REPLAY_MAY_CHANGE) | others, sort_keys=True, default=str)
+    )
+    return kept
 
 
 def hash_of(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """schedule.jsonl: what decided the bits of a run whose order depends on time. With it another run does the same.
 
-A line is a fingerprint (of the run), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A resumed run
-cuts the file at its checkpoint.
+A line is the identity of the run (first of all), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A
+resumed run cuts the file at its checkpoint.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from slime_core import __version__
 from slime_core.errors import ConfigError
+from slime_core.manifest import differences
 from slime_core.rollout.recorded import News, NewsKind
 from slime_core.types.schedule import EngineEvent, EventKind
+
+SHOWN: Final = 8
+"""Differences that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,17 @@ class RecordedSchedule:
 class ScheduleFile:
     """Appended to at every checkpoint."""
 
-    def __init__(self, path: Path, fingerprint: str, *, resumed_at: int | None) -> None:
-        """`resumed_at`: the step of the checkpoint that the run goes on from; None: it begins."""
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, resumed_at: int | None) -> None:
+        """`identity`: `slime_core.manifest.replay_identity`. `resumed_at`: the step of the checkpoint that the run goes on
+        from; None: it begins."""
         self._path = path
         kept = [] if resumed_at is None or not path.exists() else lines_up_to(path, resumed_at)
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"fingerprint": fingerprint}]))
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"run": identity}]))
         if resumed_at is not None:
             self._append([{"attempt": resumed_at}])
+        if kept and (changed := differences(kept[0].get("run", {}), identity)):
+            broken = f"there the run was resumed with other settings ({told(changed)})"
+            self._append([{"checkpoint": resumed_at, "broken": broken}])
 
     def checkpoint(
         self,
@@ -77,15 +86,26 @@ def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
     return []
 
 
-def read_schedule(path: Path, fingerprint: str) -> RecordedSchedule:
-    """ConfigError if it is not one, or is of another run."""
+def told(changed: Sequence[str]) -> str:
+    return "; ".join(changed[:SHOWN]) + (f"; and {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
+
+
+def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
+    """ConfigError if it is not one, or was recorded by a run of another identity (`slime_core.manifest.replay_identity`)."""
     where = f"--replay-schedule {path}"
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot be read: {error}. A run with --ahead 2 or more leaves one.") from error
-    if not lines or lines[0].get("fingerprint") != fingerprint:
-        raise ConfigError(f"{where}: of another run: config, plugins and data must be those that it was recorded with.")
+    if not lines or "run" not in lines[0]:
+        raise ConfigError(
+            f"{where}: does not begin with the run that it was recorded by: slime {__version__} cannot repeat it."
+        )
+    if changed := differences(lines[0]["run"], identity):
+        raise ConfigError(
+            f"{where}: recorded with other settings, plugins or data (recorded -> now): {told(changed)}. Start with those that "
+            "it was recorded with: config.toml beside it has them."
+        )
     engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
     pool: list[News] = []
     for line in lines:

@@ -36,7 +36,7 @@ from slime_core.launch.launcher import Launcher
 from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner, LearnerPlan
-from slime_core.manifest import build_manifest
+from slime_core.manifest import build_manifest, replay_identity
 from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
@@ -82,7 +82,7 @@ async def start(
             f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
             f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
         )
-    recorded = None if options.replay is None else read_schedule(options.replay, manifest.fingerprint)
+    recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
@@ -115,7 +115,9 @@ async def start(
             await restore(session, found[1])
         if run.collector.driver.across_steps:
             session.schedule = ScheduleFile(
-                folder.schedule, manifest.fingerprint, resumed_at=None if found is None else state.rollout_id
+                folder.schedule,
+                replay_identity(manifest),
+                resumed_at=None if found is None else state.rollout_id,
             )
         if recorded is not None:
             if found is not None:
@@ -273,7 +275,7 @@ async def start_trained(
 
 async def follow(session: Session, recorded: RecordedSchedule) -> None:
     """Makes engines and collector do as they did then."""
-    assert session.client is not None, "a schedule with the run's fingerprint is of a run with engines"
+    assert session.client is not None, "a schedule of the same settings is of a run with engines"
     for index, events in recorded.engines.items():
         engine = session.client.engine(index)
         assert engine is not None

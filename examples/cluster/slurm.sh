@@ -6,12 +6,13 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --requeue
-#SBATCH --signal=B:TERM@300
+#SBATCH --signal=B:USR1@300
 #
 # A run on several nodes: a Ray cluster for this job alone, and `slime run` on its first node.
 #   sbatch examples/cluster/slurm.sh run.toml [--flag value ...]
-# Run file, model, data and run folder lie on a file system that all nodes share. A job that Slurm requeues goes on where it
+# Run file, model, data and run folder lie on a file system that all nodes share. A job that is requeued goes on where it
 # was: the same command finds its run folder again. With an image: SLIME_IMAGE=slime.sif (Apptainer) before sbatch.
+# Slurm itself requeues (--requeue) after a failed node or preemption. At the time limit this script does it.
 set -euo pipefail
 
 [ $# -gt 0 ] || { echo "usage: sbatch slurm.sh run.toml [--flag value ...]" >&2; exit 2; }
@@ -32,11 +33,29 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 gpus=${SLURM_GPUS_ON_NODE:-8}
 
 stop() {
-    # slime saves what it has and ends; then the nodes' Ray goes.
-    [ -z "${run:-}" ] || kill -TERM "$run" 2>/dev/null || true
-    wait "${run:-}" 2>/dev/null || true
+    # Once: at a second signal slime ends without saving.
+    trap '' USR1 USR2 TERM INT
+    [ -n "${run:-}" ] || return 0
+    kill -TERM "$run" 2>/dev/null || true
+    # It saves at the next clean point. The rest of the 300 s is for Slurm.
+    for _ in $(seq 270); do
+        kill -0 "$run" 2>/dev/null || break
+        sleep 1
+    done
 }
-trap stop TERM INT
+at_time_limit() {
+    stop
+    if [ -n "${run:-}" ] && ! kill -0 "$run" 2>/dev/null && wait "$run"; then
+        exit 0 # It was at its end.
+    fi
+    rm -f "$token"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+trap at_time_limit USR1
+trap 'stop; exit 143' USR2
+# scancel alone: Slurm tells every process, slime too, and kills them soon after.
+trap 'wait ${run:-}; exit 143' TERM INT
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$token"' EXIT
 
 srun --nodes=1 --ntasks=1 --overlap -w "$head" "${in_image[@]}" \
@@ -56,7 +75,8 @@ for _ in $(seq 60); do
     sleep 5
 done
 
-srun --nodes=1 --ntasks=1 --overlap -w "$head" "${in_image[@]}" \
-    slime run "$@" --launcher ray --address "$address:$port" --num-gpus-per-node "$gpus" &
+# This script runs on the first node. Not through srun, which hands a signal to every process of a step, so that one in an image
+# gets it twice.
+"${in_image[@]}" slime run "$@" --launcher ray --address "$address:$port" --num-gpus-per-node "$gpus" &
 run=$!
 wait "$run"

@@ -44,6 +44,17 @@ def routing_replay(run: BoundRun) -> list[str]:
     return problems
 
 
+def penalties(run: BoundRun) -> list[str]:
+    if Capability.REPETITION_PENALTY in run.engine.driver.may_offer:
+        return []
+    return [
+        f'eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "{run.engine.name}" does '
+        "not penalise the tokens of prompt and answer as transformers does. Leave it out, or say --engine with one that does."
+        for settings in run.evals
+        if settings.repetition_penalty != 1
+    ]
+
+
 def transport(run: BoundRun) -> list[str]:
     serves = run.engine.driver.transports
     if run.transport is None:

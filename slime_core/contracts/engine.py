@@ -37,6 +37,8 @@ class Capability(StrEnum):
     """...whatever else runs beside them."""
     TOP_P_IDS = "top_p_ids"
     """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
+    REPETITION_PENALTY = "repetition_penalty"
+    """Takes `SamplingParams.repetition_penalty` other than 1, in transformers' meaning."""
     ROUTED_EXPERTS = "routed_experts"
     """Tells which experts the router of each layer chose for a token, where `EngineSetup.routed_experts` asks for it."""
     VERSION_SPANS = "version_spans"

@@ -79,7 +79,7 @@ ENGINES: Final = Kind(
         ),
         prop(
             "company_changes_no_draw",
-            "a request has the same tokens, whatever is sampled beside it and however",
+            "a request has the same tokens, whatever is sampled beside it and however; batch-invariant: the same bits",
             applies=offers(Capability.DETERMINISTIC),
         ),
         prop("an_answer_ends_where_it_should", "stop tokens end an answer and stay in it; the budget is the other end"),

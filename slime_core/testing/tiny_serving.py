@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slime_core.contracts.engine import EngineSetup, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineSetup, RolloutEngine
 from slime_core.testing.case import Case
 from slime_core.testing.event_loop import run
 from slime_core.testing.tiny_model import ALPHABET, FIRST_TOKEN, log_probs_of, prompts
@@ -26,12 +26,13 @@ TEXT: Final = {FIRST_TOKEN + place: character for place, character in enumerate(
 """Of each token; the end of a sequence has none."""
 
 Scene = Callable[[RolloutEngine], Awaitable[None]]
+OfferedScene = Callable[[RolloutEngine, frozenset[Capability]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def started(case: Case, model: Path) -> AsyncIterator[RolloutEngine]:
+async def started(case: Case, model: Path) -> AsyncIterator[tuple[RolloutEngine, frozenset[Capability]]]:
     engine: RolloutEngine = case.build()
-    await engine.start(
+    info = await engine.start(
         EngineSetup(
             index=0,
             model_path=model,
@@ -43,17 +44,22 @@ async def started(case: Case, model: Path) -> AsyncIterator[RolloutEngine]:
         )
     )
     try:
-        yield engine
+        yield engine, info.capabilities
     finally:
         await engine.stop()
 
 
 def play(case: Case, model: Path, scene: Scene) -> None:
     """The scene with an engine that has started; AssertionError if it takes for ever."""
+    play_offered(case, model, lambda engine, _: scene(engine))
+
+
+def play_offered(case: Case, model: Path, scene: OfferedScene) -> None:
+    """As `play`; the scene is told what the engine offers."""
 
     async def whole() -> None:
-        async with started(case, model) as engine:
-            await scene(engine)
+        async with started(case, model) as (engine, offered):
+            await scene(engine, offered)
 
     run(whole())
 

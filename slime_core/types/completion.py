@@ -23,6 +23,8 @@ class SamplingParams:
     top_k: int = -1
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
+    """Divides logits above 0 of tokens that the prompt or the answer so far has, and multiplies those below. Other than 1 only
+    with `Capability.REPETITION_PENALTY`."""
     stop: tuple[str, ...] = ()
     """Generation ends when the text ends with one of these; they stay in the response."""
     stop_token_ids: tuple[int, ...] = ()

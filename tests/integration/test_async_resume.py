@@ -80,10 +80,12 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun) -> None:
     drawn = state["source"]["next_group_index"]
     assert set(trained) | waiting == set(range(drawn)), "a prompt is lost"
 
-    ended = tiny.run(*WORDS, "--replay-schedule", str(run / "schedule.jsonl"))
+    # Under a name of its own, and without a dump.
+    free = ("--name", "again", "--no-dump-rollouts")
+    ended = tiny.run(*WORDS, *free, "--replay-schedule", str(run / "schedule.jsonl"))
     assert (ended.code, ended.err) == (0, ""), ended.err
-    again = tiny.runs / "tiny-2"
-    assert figures(tiny, "tiny-2") == figures(tiny, "tiny")
+    again = tiny.runs / "again"
+    assert figures(tiny, "again") == figures(tiny, "tiny")
     assert (again / "hf/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
 
 

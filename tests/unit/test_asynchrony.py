@@ -485,13 +485,14 @@ def test_a_recorded_order_is_kept_to_however_long_things_take(tmp_path: Path, mo
 def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     first, second = EngineEvent(0, EventKind.SUBMIT, ("a", "b")), EngineEvent(7, EventKind.VERSION, version=1)
-    schedule = ScheduleFile(path, "of this run", resumed_at=None)
+    this = {"train": {"lr": 1.0, "num_rollout": 6}, "plugins": {"engine": "local"}}
+    schedule = ScheduleFile(path, this, resumed_at=None)
     schedule.checkpoint(2, {0: [first]}, [News(NewsKind.STEP, 0), News(NewsKind.GIVE_BACK, ended=(3,))])
     schedule.checkpoint(4, {0: [second]}, [])
     # Killed, and the checkpoint of step 4 was not complete.
-    schedule = ScheduleFile(path, "of this run", resumed_at=2)
+    schedule = ScheduleFile(path, this, resumed_at=2)
     schedule.checkpoint(4, {0: [second], 1: [first]}, [News(NewsKind.STEP, 1)])
-    found = read_schedule(path, "of this run")
+    found = read_schedule(path, this)
     assert found.engines == {0: [first, EngineEvent(0, EventKind.RESTART), second], 1: [first]}
     assert found.engine_of == {"a": [0, 1], "b": [0, 1]}
     assert [(news.kind, news.number, news.ended) for news in found.pool] == [
@@ -499,13 +500,20 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
         ("give_back", -1, (3,)),
         ("step", 1, ()),
     ]
-    with pytest.raises(ConfigError, match="of another run"):
-        read_schedule(path, "of another run")
+    other = {"train": {"lr": 2.0, "num_rollout": 6}, "plugins": {"engine": "sglang"}}
+    with pytest.raises(
+        ConfigError, match=r"plugins.engine: 'local' -> 'sglang'; train.lr: 1.0 -> 2.0. Start with those"
+    ):
+        read_schedule(path, other)
     schedule.checkpoint(5, {}, [], broken="an engine was lost")
     with pytest.raises(ConfigError, match="cannot be repeated beyond step 5: an engine was lost"):
-        read_schedule(path, "of this run")
+        read_schedule(path, this)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_schedule(tmp_path / "none.jsonl", "of this run")
+        read_schedule(tmp_path / "none.jsonl", this)
+    # Resumed with more steps, which a run may: but no single run does what the two did together.
+    ScheduleFile(path, {**this, "train": {"lr": 1.0, "num_rollout": 9}}, resumed_at=4)
+    with pytest.raises(ConfigError, match=r"beyond step 4: .* other settings \(train.num_rollout: 6 -> 9\)"):
+        read_schedule(path, this)
 
 
 def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:

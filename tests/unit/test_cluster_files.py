@@ -1,8 +1,13 @@
 """examples/cluster: what can be said of it without a cluster."""
 
+import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
+
+import pytest
 
 from slime_core.config.flags import kernel_flags
 
@@ -12,6 +17,43 @@ CLUSTER = ROOT / "examples/cluster"
 
 def test_the_job_script_parses():
     subprocess.run(["bash", "-n", CLUSTER / "slurm.sh"], check=True)
+
+
+STAND_INS = {
+    "srun": """\
+case "$*" in
+    *hostname*) echo 127.0.0.1 ;;
+    *"ray status"*) echo " 1 node_a" ;;
+    *) exec sleep 60 ;;
+esac
+""",
+    "scontrol": 'case "$1" in show) echo node1 ;; *) echo "$*" >> told ;; esac\n',
+    # Stops as slime does: once, with the signal's exit code.
+    "slime": 'trap "echo saved >> told; exit 143" TERM\ntouch up\nwhile :; do sleep 0.05; done\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGUSR1, ["saved", "requeue 7"]), (signal.SIGUSR2, ["saved"])], ids=["limit", "stop"]
+)
+def test_a_job_saves_and_is_requeued_at_its_time_limit(tmp_path, number, told):
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+    job = subprocess.Popen(["bash", CLUSTER / "slurm.sh", "run.toml"], cwd=tmp_path, env=env)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.send_signal(number)
+        job.wait(30)
+    finally:
+        job.kill()
+    assert (tmp_path / "told").read_text().splitlines() == told
+    assert not (tmp_path / ".ray-token-7").exists()
 
 
 def test_the_flags_of_the_run_exist():

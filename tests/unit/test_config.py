@@ -10,6 +10,7 @@ import pytest
 from slime_core.config.explain import explain_key, list_keys
 from slime_core.config.load import read_run_file
 from slime_core.config.schema import run_schema
+from slime_core.contracts.engine import Capability
 from slime_core.errors import ConfigError, PluginError
 from slime_core.manifest import build_manifest
 
@@ -396,6 +397,17 @@ def test_precedence_of_evaluation_settings(bound):
     assert (own.input_key, own.label_key) == ("prompt", "label")  # the data table
     assert own.pass_threshold == 0.5
     assert own.metadata_overrides == {"kind": "x"}
+
+
+def test_a_penalty_needs_an_engine_that_has_it(bound, complaints, monkeypatch):
+    asked = {
+        "extra": SETS.replace('stop = ["d"]', 'stop = ["d"]\nrepetition_penalty = 1.2') + "repetition_penalty = 1.0\n"
+    }
+    only(complaints(**asked), r'^eval\.datasets\.own: repetition_penalty = 1\.2: engine "fake" does not penalise')
+    driver = bound().engine.driver
+    monkeypatch.setattr(driver, "may_offer", frozenset({Capability.REPETITION_PENALTY}), raising=False)
+    own, plain = bound(**asked).evals
+    assert (own.repetition_penalty, plain.repetition_penalty) == (1.2, 1.0)
 
 
 def test_without_any_of_them_the_rollout_decides(bound):

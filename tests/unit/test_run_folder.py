@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from slime_core.errors import ConfigError, PluginError, StorageError
-from slime_core.manifest import Manifest, build_manifest, check_required, differences, without
+from slime_core.manifest import Manifest, build_manifest, check_required, differences, replay_identity, without
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 
 
@@ -192,6 +192,29 @@ def test_what_does_not_change_the_training_does_not_change_the_run(bound, flags)
 )
 def test_what_changes_the_training_makes_another_run(bound, flags):
     assert print_of(bound(*flags)) != print_of(bound())
+
+
+def test_a_replay_may_change_what_is_written_down_and_nothing_else(bound, tmp_path):
+    def identity(*flags, data="d"):
+        return replay_identity(build_manifest(bound(*flags), data_fingerprint=data))
+
+    recorded = identity()
+    assert recorded == json.loads(json.dumps(recorded))
+    free = (
+        "--name", "another", "--runs-dir", "elsewhere", "--trackers", "tensorboard", "--dump-rollouts", "--keep-checkpoints", "5",
+        "--no-save-hf", "--print-completions-interval", "3", "--reward-timeout", "99", "--reward-workers", "2",
+    )  # fmt: skip
+    assert identity(*free) == recorded
+    deciding = [
+        (("--num-rollout", "7"), "train.num_rollout"),
+        (("--save-interval", "2"), "checkpoint.save_interval"),
+        (("--eval-interval", "3"), "eval.eval_interval"),
+        (("--lr", "0.5"), "train.lr"),
+        (("--reward", "two"), "plugins."),
+    ]
+    for flags, key in deciding:
+        assert any(line.startswith(key) for line in differences(recorded, identity(*flags))), key
+    assert differences(recorded, identity(data="e")) == ["training_data: 'd' -> 'e'"]
 
 
 def test_other_data_and_other_plugin_files_make_another_run(bound, tmp_path):

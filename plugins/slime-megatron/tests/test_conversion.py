@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from concurrent.futures import Executor, Future
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import make_family
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -16,16 +19,38 @@ from slime_core.registry import Registry
 
 pytestmark = pytest.mark.megatron
 
-FAMILY, LINEAR = "qwen3-moe", "qwen3-next"
+FAMILY, EXPERTS, LINEAR = "qwen3", "qwen3-moe", "qwen3-next"
+
+
+class HereExecutor(Executor):
+    """In this process: a worker would import Megatron anew."""
+
+    def __init__(self, *told, **named):
+        pass
+
+    def submit(self, function, *words):
+        done = Future()
+        done.set_result(function(*words))
+        return done
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_workers():
+    """They are tested with the command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime_core.convert.ProcessPoolExecutor", HereExecutor)
+        yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def part(name, **options):
     return PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
 
 
-def run(name, source, target, *, workers=1, **options):
+def run(name, source, target, **options):
     told = []
-    done = convert(part(name, **options), source, target, workers=workers, tell=lambda *news: told.append(news))
+    done = convert(part(name, **options), source, target, workers=1, tell=lambda *news: told.append(news))
     assert told[-1] == ("comparing", told[-1][2], told[-1][2])
     return done
 
@@ -58,19 +83,21 @@ def torch_dist(model, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_there_and_back_by_the_command(make_project, torch_dist, model, tmp_path):
+def test_there_and_back_by_the_command(make_project, model, tmp_path):
     project = make_project(tmp_path / "project")
-    told = project.slime("convert", str(torch_dist), "back", "--to", "hf", "--workers", "2")
-    assert told.returncode == 0, told.stderr
-    assert "read back and equal" in told.stdout
+    for source, target, words in (
+        (model, "there", ("--to", "torch_dist", "--workers", "1")),
+        ("there", "back", ("--to", "hf")),
+    ):
+        told = project.slime("convert", str(source), target, *words)
+        assert told.returncode == 0, told.stderr
+        assert "read back and equal" in told.stdout
     assert_equal(tmp_path / "project/back", model)
     config = json.loads((tmp_path / "project/back/config.json").read_text())
     assert config == json.loads((model / "config.json").read_text())
     for words, said in {
         ("convert", "base", "x", "--to", "torch_dits"): "close match: torch_dist",
         ("convert", "base", "x", "--to", "hf", "--hf-checkpiont", "y"): "close match: --hf-checkpoint",
-        ("convert", "base", "base", "--to", "torch_dist"): "base: exists already",
-        ("convert", "base", "x", "--to", "hf"): "no torch_dist checkpoint there",
     }.items():
         told = project.slime(*words)
         assert told.returncode != 0
@@ -78,38 +105,55 @@ def test_there_and_back_by_the_command(make_project, torch_dist, model, tmp_path
         assert said in told.stderr
 
 
-@pytest.fixture(scope="module")
-def linear(tmp_path_factory):
-    folder = make_family(tmp_path_factory.mktemp("linear") / "model", LINEAR)
-    run("torch_dist", folder, folder.with_name("torch_dist"))
-    return folder
+def test_what_cannot_be_converted_is_told(model, torch_dist, tmp_path):
+    with pytest.raises(ModelError, match="exists already"):
+        run("hf", torch_dist, model)
+    with pytest.raises(CheckpointError, match="no torch_dist checkpoint there"):
+        run("hf", model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2.5-tied", "glm-4", "deepseek-v3"])
+def test_there_and_back(family, tmp_path):
+    folder = make_family(tmp_path / "model", family)
+    run("torch_dist", folder, tmp_path / "there")
+    run("hf", tmp_path / "there", tmp_path / "back")
+    assert_equal(tmp_path / "back", folder)
+
+
+LAYOUTS = {
+    "tp2-sp": (FAMILY, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (FAMILY, {"pipeline_model_parallel_size": 2}),
+    "experts, ep2": (EXPERTS, {"expert_model_parallel_size": 2}),
+    "linear, tp2-sp": (LINEAR, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
 
 
 @pytest.fixture(scope="module")
-def layouts(torch_dist, model, linear, tmp_path_factory):
+def layouts(torch_dist, model, tmp_path_factory):
     """Each layout reads it into its own parts of the model, and saves it again as it would in training."""
     from conftest import run_layouts
 
     kept = tmp_path_factory.mktemp("kept")
-    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    options = {"tp2-sp": tp2, "pp2": {"pipeline_model_parallel_size": 2}, "ep2": {"expert_model_parallel_size": 2}}
-    sources = {
-        **{name: (FAMILY, model, torch_dist, of) for name, of in options.items()},
-        "linear, tp2-sp": (LINEAR, linear, linear.with_name("torch_dist"), tp2),
-    }
-    cases, folders = {}, {}
-    for name, (family, folder, converted, of) in sources.items():
-        other = make_family(tmp_path_factory.mktemp("model") / "other", family, seed=8)
-        told = {"convert": str(converted), "save": str(kept / name)}
-        cases[name] = {"model": str(other), "world_size": 2, "options": of, **told}
-        folders[name] = folder
-    return run_layouts(tmp_path_factory.mktemp("layouts"), cases), kept, folders
+    sources = {FAMILY: (model, torch_dist)}
+    for family in (EXPERTS, LINEAR):
+        folder = make_family(tmp_path_factory.mktemp(family) / "model", family)
+        run("torch_dist", folder, folder.with_name("torch_dist"))
+        sources[family] = folder, folder.with_name("torch_dist")
+    others = {family: make_family(tmp_path_factory.mktemp("other") / family, family, seed=8) for family in sources}
+    cases = {}
+    for name, (family, options) in LAYOUTS.items():
+        told = {"convert": str(sources[family][1]), "save": str(kept / name)}
+        cases[name] = {"model": str(others[family]), "world_size": 2, "options": options, **told}
+    # Megatron's way to write layers that are alike as if they were not.
+    told = {"options": {"hetereogenous_dist_checkpoint": True}, "save": str(kept / "apart")}
+    cases["apart"] = {"model": str(model), "world_size": 1, **told}
+    return run_layouts(tmp_path_factory.mktemp("layouts"), cases), kept, sources
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "ep2", "linear, tp2-sp"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "apart"])
 def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, layout, tmp_path):
-    ranks, kept, folders = layouts
-    model = folders[layout]
+    ranks, kept, sources = layouts
+    model, _ = sources[LAYOUTS[layout][0] if layout in LAYOUTS else FAMILY]
     (first, *_) = ranks.ranks(layout)
     expected = weights_of(model)
     assert all(torch.equal(first["before"][name], tensor) for name, tensor in expected.items())
@@ -120,6 +164,26 @@ def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, layout, tmp
     assert got.keys() == expected.keys()
     # One step of descent was made before it was saved.
     assert all(torch.equal(got[name], tensor) for name, tensor in first["after"].items())
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "said"),
+    [
+        ("qwen2.5", {}, r"2 tensors: decoder.layers.self_attention.k_layernorm.weight, "),
+        (FAMILY, {"num_hidden_layers": 2}, r"input_layernorm.weight is \(4, 32\) there and \(2, 32\) in the model"),
+        (FAMILY, {"vocab_size": 24}, r"its vocabulary is 25 there and 24 in that config"),
+        (EXPERTS, {}, r"of the model's tensors are not there: decoder.layers.0.input_layernorm.weight, "),
+    ],
+)
+def test_a_config_of_another_model_is_told_before_anything_is_made(layouts, family, changed, said, tmp_path):
+    _, kept, _ = layouts
+    other = make_family(tmp_path / "other", family)
+    config = json.loads((other / "config.json").read_text())
+    config.pop("layer_types", None)
+    (other / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(CheckpointError, match=said):
+        run("hf", kept / "tp2-sp", tmp_path / "back", hf_checkpoint=str(other))
+    assert not list(tmp_path.glob("back*"))
 
 
 def test_a_killed_conversion_goes_on(model, tmp_path, monkeypatch):

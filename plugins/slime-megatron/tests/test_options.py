@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from slime_core.registry import Registry
 from slime_core.registry.options import bind
 from slime_megatron import options, plugin
 from slime_megatron.plugin import Megatron, megatron_options
+from slime_megatron.refusals import told_by_megatron
 
 pytestmark = pytest.mark.megatron
 
@@ -101,12 +103,158 @@ def test_all_problems_at_once():
 
 
 def test_what_megatron_itself_refuses(tmp_path):
+    """Of options that it judges itself, when it makes its records and when it builds the model."""
     from families import make_family
 
+    from slime_core.config.train import OptimizerConfig
     from slime_core.testing.tiny_training import Place, opened
 
     folder = make_family(tmp_path / "model", "qwen3")
-    backend = Megatron.build(Megatron.Config(recompute_granularity="some"))
-    with pytest.raises(ConfigError, match="Megatron refuses these options"):
-        opened(backend, Place(model=folder)).__enter__()
-    backend.close()
+    for asked, told in (
+        ({"recompute_granularity": "full"}, "recompute_method must be.*Given: backend.recompute_granularity = full"),
+        ({"gradient_accumulation_fusion": True}, "APEX.*Given: backend.gradient_accumulation_fusion = True"),
+        ({"use_precision_aware_optimizer": True}, "distributed optimizer"),
+        ({"moe_router_bias_update_rate": 0.1}, "routers of this family have no bias"),
+        ({"sgd_momentum": 0.5}, "it has no sgd_momentum"),
+    ):
+        backend = Megatron.build(Megatron.Config(**asked))
+        with pytest.raises(ConfigError, match=told):
+            opened(backend, Place(model=folder), optimizer=OptimizerConfig()).__enter__()
+        backend.close()
+
+
+def test_errors_that_are_not_of_options_are_left_alone():
+    import torch
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    with pytest.raises(ConfigError, match="Invalid layer character"), told_by_megatron({}, options.megatron_folder()):
+        PipelineParallelLayerLayout.parse_str_to_list("x")
+    for error in (torch.OutOfMemoryError("full"), RuntimeError("ours")):
+        with pytest.raises(type(error), match=str(error)), told_by_megatron({}, options.megatron_folder()):
+            raise error
+
+
+EXPERTS = {**MODEL, "model_type": "deepseek_v3", "n_routed_experts": 8}
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+FLEX = {"moe_token_dispatcher_type": "flex"}
+OFFLOADED = {"optimizer_cpu_offload": True}
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+TAKEN = {
+    # Which layer lies where: tested in test_layout_problems.py and test_layouts.py.
+    "num_layers_in_first_pipeline_stage": (1, PP2),
+    "num_layers_in_last_pipeline_stage": (1, PP2),
+    "pipeline_model_parallel_layout": ("Et|tttL", PP2),
+    "account_for_embedding_in_pipeline_split": (True, {**PP2, "account_for_loss_in_pipeline_split": True}),
+    "account_for_loss_in_pipeline_split": (True, {**PP2, "account_for_embedding_in_pipeline_split": True}),
+    # How ranks talk: the same gradients.
+    "batch_p2p_sync": (False, PP2),
+    "deallocate_pipeline_outputs": (True, PP2),
+    "overlap_p2p_comm_warmup_flush": (True, VPP2),
+    "clone_scatter_output_in_embedding": (False, {}),
+    "moe_token_dispatcher_type": ("flex", {}),
+    "moe_enable_deepep": (True, FLEX),
+    "moe_flex_dispatcher_backend": ("hybridep", FLEX),
+    "moe_deepep_num_sms": (8, FLEX),
+    "moe_hybridep_num_sms": (8, FLEX),
+    "moe_shared_expert_overlap": (True, {}),
+    "grad_reduce_in_fp32": (False, {}),
+    "overlap_grad_reduce": (True, {}),
+    "bucket_size": (100, {}),
+    "pad_buckets_for_high_nccl_busbw": (True, {}),
+    "reduce_scatter_with_fp32_accumulation": (True, {}),
+    # What is computed again.
+    "recompute_granularity": ("full", {}),
+    "recompute_method": ("uniform", FULL),
+    "recompute_num_layers": (2, FULL),
+    "distribute_saved_activations": (True, FULL),
+    "recompute_modules": (["mlp", "moe"], SELECTIVE),
+    "moe_layer_recompute": (True, {}),
+    # Fused and rounded otherwise.
+    "bias_activation_fusion": (True, {}),
+    "activation_func_fp8_input_store": (True, {"bias_activation_fusion": True}),
+    "bias_dropout_fusion": (True, {}),
+    "disable_bf16_reduced_precision_matmul": (True, {}),
+    "gradient_accumulation_fusion": (True, {}),
+    "moe_router_dtype": ("fp64", {}),
+    # Other terms of the loss, which the run asks for.
+    "moe_router_load_balancing_type": ("aux_loss", BALANCED),
+    "moe_aux_loss_coeff": (0.1, BALANCED),
+    "moe_z_loss_coeff": (0.1, {}),
+    "moe_router_bias_update_rate": (0.1, {}),
+    # The optimiser.
+    "decoupled_lr": (0.1, {}),
+    "decoupled_min_lr": (0.1, {"decoupled_lr": 0.2}),
+    "apply_wd_to_qk_layernorm": (True, {}),
+    "decoupled_weight_decay": (False, {}),
+    "sgd_momentum": (0.5, {}),
+    "use_precision_aware_optimizer": (True, {}),
+    "store_param_remainders": (False, {"use_precision_aware_optimizer": True}),
+    "optimizer_cpu_offload": (True, {}),
+    "optimizer_offload_fraction": (1.0, OFFLOADED),
+    "use_torch_optimizer_for_cpu_offload": (True, OFFLOADED),
+    "overlap_cpu_optimizer_d2h_h2d": (True, OFFLOADED),
+    "pin_cpu_grads": (False, OFFLOADED),
+    "pin_cpu_params": (False, OFFLOADED),
+    "loss_scale": (8.0, {"fp16": True}),
+    "initial_loss_scale": (8.0, {"fp16": True}),
+    "min_loss_scale": (8.0, {"fp16": True}),
+    "loss_scale_window": (8.0, {"fp16": True}),
+    "hysteresis": (3, {"fp16": True}),
+}
+"""Options of Megatron's that do here what they say: a value other than the default, and what it stands beside."""
+NOT_INSTALLED = {"moe_permute_fusion": True, "moe_router_fusion": True}
+
+
+def test_every_option_of_megatron_is_taken_or_refused():
+    """A new one of a new Megatron is neither."""
+    names = {option.name for option in options.installed_options()} - set(plugin.MegatronOptions.model_fields)
+    refused = {name for name in names if plugin.refusal_of(name) is not None}
+    assert sorted(refused | set(TAKEN) | set(NOT_INSTALLED)) == sorted(names)
+    assert not refused & set(TAKEN)
+    for name in sorted(refused):
+        with pytest.raises(ValidationError, match=f"{name}\n.*not an option of the backend: ..."):
+            Megatron.Config(**{name: 7})
+    for name, (value, beside) in TAKEN.items():
+        config = Megatron.Config(**{**beside, name: value})
+        assert Megatron.problems(config, 2, EXPERTS) == [], name
+        assert any(megatron_options(config, of).get(name) == value for of in options.RECORDS), name
+    for name, value in NOT_INSTALLED.items():
+        (told,) = Megatron.problems(Megatron.Config(**{name: value}), 2, EXPERTS)
+        assert told == f"backend.{name} = true: Transformer Engine is not installed here; leave it out."
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"loss_scale": 8.0, "bf16": True}, "loss_scale: does nothing without backend.fp16 = true"),
+        ({"recompute_modules": ["mlp"]}, "does nothing without backend.recompute_granularity = selective"),
+        ({"decoupled_min_lr": 0.1}, "does nothing without backend.decoupled_lr"),
+        ({**SELECTIVE, "recompute_modules": ["mlp", "moe_act"]}, 'recompute_modules = "moe_act": use core_attn'),
+        ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "Transformer Engine is not installed"),
+        ({"moe_aux_loss_coeff": 0.1}, "without backend.moe_router_load_balancing_type = aux_loss"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "without a backend.moe_aux_loss_coeff"),
+        ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, '"global_aux_loss": use none or aux_loss'),
+        ({"moe_token_dispatcher_type": "allgather"}, "use alltoall or flex"),
+        ({"decoupled_weight_decay": False, "exp_avg_sq_dtype": "bf16"}, "the step is AdamW"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(asked, told):
+    (problem,) = Megatron.problems(Megatron.Config(**asked), 2, EXPERTS)
+    assert told in problem
+
+
+def test_options_of_experts_want_experts():
+    (told,) = Megatron.problems(Megatron.Config(moe_z_loss_coeff=0.1), 1, MODEL)
+    assert told == "backend.moe_z_loss_coeff: the model has no experts; leave it out."
+
+
+def test_values_that_megatron_lists_are_checked_before_it_is_imported():
+    registry = Registry()
+    resolved = registry.resolve("slime.backends", "megatron", where="backend.name")
+    with pytest.raises(ConfigError, match=r"backend\.recompute_granularity.*'full' or 'selective'"):
+        bind(resolved, {"recompute_granularity": "some"}, where="backend")
+    assert {option.name: option.type for option in options.installed_options()}["moe_router_dtype"] == Literal[
+        "fp32", "fp64"
+    ]

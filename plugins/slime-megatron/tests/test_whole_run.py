@@ -62,6 +62,15 @@ def test_two_ranks_under_ray_learn_as_fsdp_does(project, finished):
     assert weights(project, "tp2").keys() == weights(project, "fsdp").keys()
 
 
+def test_its_checkpoint_becomes_a_folder(project, finished):
+    words = ("--to", "hf", "--hf-checkpoint", "base", "--workers", "1")
+    told = project.slime("convert", f"runs/tp2/checkpoints/step_{STEPS}/trainer/actor", "converted", *words)
+    assert told.returncode == 0, told.stderr
+    got, expected = load_file(project.folder / "converted/model.safetensors"), weights(project, "tp2")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def test_it_goes_on_with_the_same_bits(project, finished):
     """And writes its checkpoints while it does."""
     halfway(project, "tp2", "again")

@@ -86,6 +86,7 @@ class LocalEngine(RolloutEngine):
             Capability.SLEEP,
             Capability.SCORES,
             Capability.REPLAY,
+            Capability.REPETITION_PENALTY,
         }
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}

@@ -48,6 +48,7 @@ class Local(EngineDriver):
             Capability.SLEEP,
             Capability.SCORES,
             Capability.REPLAY,
+            Capability.REPETITION_PENALTY,
             Capability.IMAGES,
             Capability.VIDEOS,
             Capability.BATCH_INVARIANT,

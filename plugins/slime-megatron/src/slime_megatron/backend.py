@@ -48,9 +48,11 @@ from slime_megatron.delta_net import plan_delta
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
 from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
-from slime_megatron.plugin import Megatron, MegatronOptions
+from slime_megatron.options import RECORDS, megatron_folder
+from slime_megatron.plugin import Megatron, MegatronOptions, megatron_options
 from slime_megatron.prediction import ahead_of, bring_embedding, drop_embedding
 from slime_megatron.process import Ranks, join
+from slime_megatron.refusals import told_by_megatron
 from slime_megatron.routing import Routing
 from slime_megatron.transformer_engine import mend_absence
 from slime_megatron.weights import WeightTable, local_tensors, write_folder
@@ -118,8 +120,11 @@ class MegatronBackend(TrainBackend):
             distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam"
         if distributed and setup.optimizer.optimizer != "adam":
             raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")
-        config = make_config(architecture, options, shape, placement)
-        bare = build_chunks(config, architecture, options, shape, placement, head=setup.head)
+        given = {name: value for of in RECORDS for name, value in megatron_options(options, of).items()}
+        refused = partial(told_by_megatron, given, megatron_folder())
+        with refused():
+            config = make_config(architecture, options, shape, placement)
+            bare = build_chunks(config, architecture, options, shape, placement, head=setup.head)
         table = WeightTable(bare, folder.bridge, architecture.vocab_size)
         values: dict[str, Values] = {}
         for name, copy in copies.items():
@@ -128,8 +133,9 @@ class MegatronBackend(TrainBackend):
         if setup.head == "value":
             fresh_value_head(bare[-1], setup.seed)
         table.load(folder, fresh=("score.weight", "score.bias") if setup.head == "value" else ())
-        chunks = wrap(bare, config, options, placement, distributed_optimizer=distributed)
-        optimizer = make_optimizer(chunks, setup.optimizer, options, placement, distributed=distributed)
+        with refused():
+            chunks = wrap(bare, config, options, placement, distributed_optimizer=distributed)
+            optimizer = make_optimizer(chunks, setup.optimizer, options, placement, distributed=distributed)
         self._trainer = _Trainer(
             setup=setup,
             layout=layout,

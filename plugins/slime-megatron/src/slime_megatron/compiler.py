@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from slime_megatron.known_warnings import silence_known_warnings
+
 
 @contextmanager
 def no_compiler() -> Iterator[None]:
     """Megatron's own switch, around its first import. Without effect where CUDA is."""
+    silence_known_warnings()
     if torch.cuda.is_available():
         yield
         return

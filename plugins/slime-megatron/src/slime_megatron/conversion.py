@@ -6,6 +6,7 @@ layout, so converting between layouts is loading.
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from abc import abstractmethod
@@ -18,7 +19,14 @@ from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        apply_factories,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 import torch
 import torch.distributed as dist
@@ -33,9 +41,9 @@ from slime_core.contracts.converter import Checksums, Converter, Piece
 from slime_core.errors import CheckpointError, ModelError
 from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
-from slime_megatron.checkpoint import STATE, PlainSave
+from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
 from slime_megatron.cpu import use_cpu
-from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.folder import ModelFolder, listed, open_folder
 from slime_megatron.layout import Shape
 from slime_megatron.model import PackedGpt, Placement, build_chunks, make_config
 from slime_megatron.plugin import Megatron
@@ -46,6 +54,9 @@ OUTER: Final = "outer"
 HF: Final = "hf"
 """Folder in a torch_dist checkpoint of ours: config and tokenizer, no weights."""
 WEIGHTS: Final = "model.safetensors"
+OF_A_MODEL: Final = ("decoder.", "embedding.", "output_layer.", "value_head.")
+"""What the keys of its tensors begin with."""
+SHOWN: Final = 3
 
 
 def piece_of(name: str) -> str:
@@ -59,8 +70,9 @@ def piece_of(name: str) -> str:
 class WholeModel:
     """The model on one rank, without memory for its weights."""
 
-    def __init__(self, folder: ModelFolder, num_ahead: int) -> None:
-        """`num_ahead`: layers of multi-token prediction."""
+    def __init__(self, folder: ModelFolder, num_ahead: int, *, stacks: bool = True) -> None:
+        """`num_ahead`: layers of multi-token prediction. `stacks`: layers that are all alike are parts of one tensor, as
+        Megatron has them unless it is told otherwise."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
@@ -75,7 +87,8 @@ class WholeModel:
         with torch.device("meta"):
             (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")
         assert isinstance(model, PackedGpt)
-        self._state: Mapping[str, Any] = model.sharded_state_dict()
+        metadata = None if stacks else {"non_homogeneous_layers": True}
+        self._state: Mapping[str, Any] = model.sharded_state_dict(metadata=metadata)
         self.shapes = {
             name: tuple(tensor.shape)
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -101,11 +114,43 @@ class WholeModel:
             if isinstance(entry, ShardedObject) and piece_of(name) == piece.name
         }
 
+    def check(self, state: Path, vocab_size: int | None) -> None:
+        """CheckpointError, with what differs, unless the tensors of a torch_dist folder are this model's. `vocab_size`: of
+        the model that was saved; None: not known."""
+        there = {
+            key: tuple(entry.size)
+            for key, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name), device="meta") for name in self.shapes}
+        parts = self.sharded(empty)
+        apply_factories(parts)
+        here = {part.key: part for part in nested_values(parts)}
+        problems = []
+        ours = self.folder.bridge.architecture().vocab_size
+        if vocab_size not in (None, ours):
+            problems.append(f"its vocabulary is {vocab_size} there and {ours} in that config")
+        if missing := sorted(here.keys() - there.keys()):
+            problems.append(f"{len(missing)} of the model's tensors are not there: {listed(missing)}")
+        if extra := sorted(key for key in there.keys() - here.keys() if key.startswith(OF_A_MODEL)):
+            problems.append(f"the model has no place for {len(extra)} tensors: {listed(extra)}")
+        problems += [
+            f"{key} is {there[key]} there and {tuple(here[key].global_shape)} in the model"
+            for key in sorted(here.keys() & there.keys())
+            if not fits(there[key], here[key])
+        ][:SHOWN]
+        if problems:
+            raise CheckpointError(
+                f"{state}: it is not of the model that {self.folder.path}/config.json describes: {'; '.join(problems)}."
+            )
+
     def read(self, state: Path, piece: Piece) -> dict[str, Tensor]:
         """From a torch_dist folder."""
         empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name)) for name in self.names(piece)}
         try:
-            loaded: dict[str, Any] = dist_checkpointing.load(self.sharded(empty), str(state))
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                self.sharded(empty), str(state), sharded_strategy=PieceLoad(), validate_access_integrity=False
+            )
         except (
             CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError
         ) as error:  # fmt: skip
@@ -114,6 +159,39 @@ class WholeModel:
             ) from error
         # Of a training checkpoint it gives what ranks have in common as well.
         return {name: loaded[name] for name in empty}
+
+
+def fits(size: tuple[int, ...], part: ShardedTensor) -> bool:
+    """Vocabularies are padded, to as many rows as ranks want."""
+    wanted = tuple(part.global_shape)
+    if part.allow_shape_mismatch:
+        return size[1:] == wanted[1:] and size[0] >= wanted[0]
+    return size == wanted
+
+
+class PieceSave(PlainSave):
+    """Of some layers of the stack that like layers make: Megatron's own wants all of them from some rank."""
+
+    def to_write(self, state: dict[str, list[Any]]) -> dict[str, Any]:
+        return super().to_write({key: [unstacked(part) for part in parts] for key, parts in state.items()})
+
+
+class PieceLoad(TorchDistLoadShardedStrategy):
+    """Of some layers, into the tensors that are given."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        super().load(dict_list_map_outplace(unstacked, sharded_state_dict), checkpoint_dir)
+        given: dict[str, Any] = dict_list_map_outplace(lambda part: part.data, sharded_state_dict)
+        return given
+
+
+def unstacked(part: Any) -> Any:
+    """The same part of the same whole, with the axes that its data has none of."""
+    if not isinstance(part, ShardedTensor) or not part.prepend_axis_num:
+        return part
+    ones = (1,) * part.prepend_axis_num
+    data = part.data.detach().reshape(ones + part.local_shape)
+    return replace(part, data=data, local_shape=tuple(data.shape), prepend_axis_num=0)
 
 
 def with_data(entry: Any, tensor: Tensor) -> Any:
@@ -136,9 +214,13 @@ class MegatronConverter(Converter):
     def num_ahead(self, source: Path) -> int:
         """Layers of multi-token prediction that are there and can be converted."""
 
+    def stacks(self, source: Path) -> bool:
+        """Layers that are all alike are parts of one tensor."""
+        return True
+
     def model(self, source: Path) -> WholeModel:
         if source not in self._models:
-            self._models[source] = WholeModel(self.folder(source), self.num_ahead(source))
+            self._models[source] = WholeModel(self.folder(source), self.num_ahead(source), stacks=self.stacks(source))
         return self._models[source]
 
     def pieces_of(self, source: Path, num_bytes: int) -> list[Piece]:
@@ -167,14 +249,13 @@ class ToTorchDist(MegatronConverter):
         return count
 
     def pieces(self, source: Path) -> Sequence[Piece]:
-        folder = self.folder(source)
-        return self.pieces_of(source, sum(file.stat().st_size for file in set(folder.files.values())))
+        model = self.model(source)
+        model.folder.check([hf for name in model.shapes for hf in model.folder.bridge.weight(name).names])
+        return self.pieces_of(source, sum(file.stat().st_size for file in set(model.folder.files.values())))
 
     def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
         model = self.model(source)
         bridge = model.folder.bridge
-        if piece.name == OUTER:
-            model.folder.check([hf for name in model.shapes for hf in bridge.weight(name).names])
         tensors = {}
         for name in model.names(piece):
             weight = bridge.weight(name)
@@ -185,11 +266,10 @@ class ToTorchDist(MegatronConverter):
                     f"{model.shapes[name]} there."
                 )
             tensors[name] = whole.to(model.dtype_of(name))
-        strategy = PlainSave()
         dist_checkpointing.save(
             model.sharded(tensors) | model.objects(piece),
             str(folder),
-            sharded_strategy=strategy,
+            sharded_strategy=PieceSave(),
             validate_access_integrity=False,
         )
         return {name: checksum_of(tensor) for name, tensor in tensors.items()}
@@ -247,9 +327,14 @@ class FromTorchDist(MegatronConverter):
             )
         return found
 
+    def keys(self, source: Path) -> list[str]:
+        return list(FileSystemReader(self.state(source)).read_metadata().state_dict_metadata)
+
     def num_ahead(self, source: Path) -> int:
-        keys = FileSystemReader(self.state(source)).read_metadata().state_dict_metadata
-        return len({found[1] for key in keys if (found := PREDICTION.match(key))})
+        return len({found[1] for key in self.keys(source) if (found := PREDICTION.match(key))})
+
+    def stacks(self, source: Path) -> bool:
+        return not any(LAYER.match(key) for key in self.keys(source))
 
     def folder(self, source: Path) -> ModelFolder:
         place = self._given or self.state(source) / HF
@@ -261,7 +346,11 @@ class FromTorchDist(MegatronConverter):
         return open_folder(place, weights=self._given is not None)
 
     def pieces(self, source: Path) -> Sequence[Piece]:
-        return self.pieces_of(source, sum(file.stat().st_size for file in self.state(source).glob("*.distcp")))
+        state = self.state(source)
+        manifest = source / MANIFEST
+        vocab_size = json.loads(manifest.read_text())["shapes"]["vocab_size"] if manifest.is_file() else None
+        self.model(source).check(state, vocab_size)
+        return self.pieces_of(source, sum(file.stat().st_size for file in state.glob("*.distcp")))
 
     def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
         model = self.model(source)

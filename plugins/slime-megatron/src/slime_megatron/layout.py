@@ -31,6 +31,11 @@ def ranks_of(shape: Shape) -> int:
     return math.lcm(dense, shape.etp * shape.ep * shape.pp)
 
 
+def experts_of(model: Mapping[str, Any]) -> int | None:
+    """How many a config.json says; None: it is dense."""
+    return next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
+
+
 def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> list[str]:
     """Everything that does not divide, with the nearest values that do."""
     problems: list[str] = []
@@ -68,7 +73,7 @@ def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> l
         problems.append(
             f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2."
         )
-    experts = next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
+    experts = experts_of(model)
     if shape.ep > 1 and not experts:
         problems.append(f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out.")
     if experts:

@@ -293,7 +293,7 @@ class PackedGpt(GPTModel):
 def make_config(
     architecture: Architecture, options: MegatronOptions, shape: Shape, placement: Placement
 ) -> TransformerConfig:
-    """Raises ConfigError with what Megatron says of options that do not go together."""
+    """ConfigError for options that do nothing for this model."""
     told = megatron_options(options, MODEL)
     on_gpu = placement.device.type == "cuda"
     fields: dict[str, Any] = {
@@ -330,10 +330,9 @@ def make_config(
     if fields.get("moe_z_loss_coeff"):
         fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
     record = MLATransformerConfig if architecture.mla else TransformerConfig
-    try:
-        config = record(**fields)
-    except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    if told.get("moe_router_bias_update_rate") and not fields.get("moe_router_enable_expert_bias"):
+        raise ConfigError("backend.moe_router_bias_update_rate: the routers of this family have no bias. Leave it out.")
+    config = record(**fields)
     if architecture.choosers:
         # Its latent attention then hands on what choosing needs; said behind its own check, which refuses context parallelism.
         config.experimental_attention_variant = "dsa"

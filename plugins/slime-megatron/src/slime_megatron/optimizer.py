@@ -54,10 +54,11 @@ def make_optimizer(
     if fields.get("optimizer_cpu_offload"):
         require_offload(fields, placement.device)
         fields["optimizer_offload_fraction"] = 1.0
-    try:
-        record = MegatronOptimizerConfig(**fields)
-    except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(f"backend: Megatron refuses these options: {error}") from error
+    if fields["sgd_momentum"] and config.optimizer != "sgd":
+        raise ConfigError(
+            f'train.optimizer = "{config.optimizer}": it has no sgd_momentum; leave backend.sgd_momentum out.'
+        )
+    record = MegatronOptimizerConfig(**fields)
     if options.rounds_moments and config.optimizer != "adam":
         raise ConfigError(
             f'train.optimizer = "{config.optimizer}": it has no moments; leave backend.exp_avg_dtype and exp_avg_sq_dtype out.'

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
@@ -135,7 +135,7 @@ UNTOLD: Final = frozenset({"Callable", "dtype", "ProcessGroup", "RecipeConfig", 
 class MegatronOption:
     name: str
     type: Any
-    """For pydantic: one of bool, int, float, str, a list of one of them, or Any."""
+    """For pydantic: one of bool, int, float, str, a Literal of them, a list of one of them, or Any."""
     doc: str
     of: str
     """MODEL, OPTIMIZER or DATA_PARALLEL; an option of several records goes to each of them."""
@@ -185,7 +185,7 @@ def doc_of(statement: ast.stmt | None) -> str:
 
 
 def type_of(text: str) -> Any:
-    """What the command line needs to know of a type; Megatron checks the rest."""
+    """What the command line needs to know of a type, and values that are listed; Megatron checks the rest."""
     text = text.strip("'\"").removesuffix("| None").strip()
     if text.startswith("Optional[") and text.endswith("]"):
         text = text[len("Optional[") : -1]
@@ -194,6 +194,6 @@ def type_of(text: str) -> Any:
         return plain[text]
     if text.startswith(("List[", "list[")):
         return list[plain.get(text[5:-1], Any)]  # type: ignore[misc]
-    if text.startswith(("Literal['", 'Literal["')):
-        return str
+    if text.startswith("Literal["):
+        return Literal[ast.literal_eval(f"({text[len('Literal[') : -1]},)")]
     return Any

@@ -16,8 +16,9 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
 from slime_core.errors import near_matches
-from slime_megatron.layout import Shape, ranks_of, shape_problems
+from slime_megatron.layout import Shape, experts_of, ranks_of, shape_problems
 from slime_megatron.options import OWNED, installed_options, megatron_folder
+from slime_megatron.refusals import REFUSED, option_problems
 from slime_megatron.stages import Stages
 
 BRIDGES: Final = "slime_megatron.bridges"
@@ -89,27 +90,38 @@ def make_config() -> type[MegatronOptions]:
     for option in installed_options():
         if option.name in MegatronOptions.model_fields:
             continue
-        if option.name in OWNED:
-            doc = f"Not an option of the backend: decided by {OWNED[option.name]}."
+        if (reason := refusal_of(option.name)) is not None:
+            doc = f"Not an option of the backend: {reason}."
             found[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
         else:
             found[option.name] = (option.type | None, Field(default=None, description=option.doc))
-    owned = sorted(set(found) & set(OWNED))
-    validators: dict[str, Any] = {"refuse_owned": field_validator(*owned)(refuse_owned)} if owned else {}
+    refused = sorted(name for name in found if refusal_of(name) is not None)
+    validators: dict[str, Any] = {"refuse": field_validator(*refused)(refuse)} if refused else {}
     return create_model("MegatronConfig", __base__=MegatronOptions, __validators__=validators, **found)
 
 
-def refuse_owned(cls: type[MegatronOptions], value: Any, info: Any) -> Any:
+def refusal_of(name: str) -> str | None:
+    """Why an option of Megatron's is none of the backend's; None: it is one."""
+    return f"it is decided by {OWNED[name]}" if name in OWNED else REFUSED.get(name)
+
+
+def refuse(cls: type[MegatronOptions], value: Any, info: Any) -> Any:
     if value is not None:
-        raise ValueError(f"this is not an option of the backend: it is decided by {OWNED[info.field_name]}")
+        raise ValueError(f"this is not an option of the backend: {refusal_of(info.field_name)}")
     return value
 
 
 def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
     """Those that the run file gives, of the model's, the optimiser's or the data-parallel record."""
-    names = sorted({option.name for option in installed_options() if option.of == of} - set(OWNED))
-    own = set(MegatronOptions.model_fields)
-    return {name: value for name in names if name not in own and (value := getattr(config, name)) is not None}
+    names = sorted(
+        {option.name for option in installed_options() if option.of == of} - set(MegatronOptions.model_fields)
+    )
+    return {name: value for name in names if refusal_of(name) is None and (value := getattr(config, name)) is not None}
+
+
+def given_options(config: MegatronOptions) -> dict[str, Any]:
+    """All that say something, the backend's own and Megatron's."""
+    return {name: value for name in type(config).model_fields if (value := getattr(config, name)) is not None}
 
 
 @cache
@@ -185,6 +197,7 @@ class Megatron(BackendDriver):
             ]
         if config.mtp_num_layers:
             problems += prediction_problems(config, model_config)
+        problems += option_problems(given_options(config), experts_of(model_config))
         return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
 
 

@@ -27,6 +27,11 @@ class RequestCheck:
         for params in {request.sampling for request in requests}:
             if problem := params.problem(self.vocab_size):
                 return f"{problem}."
+            if params.repetition_penalty != 1:
+                return (
+                    f"repetition_penalty = {params.repetition_penalty:g}: SGLang penalises only what it has written since it "
+                    "was last asked, not the prompt's tokens. Leave it at 1, or use another engine."
+                )
             if params.stop and not self.features.tokenizer:
                 return "stop strings need a tokenizer in the model folder; use stop_token_ids."
         counts = Counter(request.request_id for request in requests)

@@ -115,7 +115,12 @@ class ShiftedLogProbs(Engine):
 
 class CarelessSampling(Engine):
     """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, the stop token is taken off, a
-    streamed answer is lost."""
+    streamed answer is lost, and a top-p gives its whole batch other draws."""
+
+    async def generate(self, requests):
+        if any(request.sampling.top_p < 1 for request in requests):
+            requests = [replace(request, seed=request.seed + 1) for request in requests]
+        return await super().generate(requests)
 
     def before(self, request):
         sampling = replace(request.sampling, stop=())
