@@ -338,13 +338,11 @@ def load_state(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     mains, others = extract_matching_values(state["optimizer"], is_main_weight)
     for part in nested_values(mains):
         part.key = there + next(part.key.removeprefix(own) for own in MAIN_WEIGHTS if part.key.startswith(own))
+    first = state if there else {**state, "optimizer": others}
     _, rest = extract_matching_values(others, lambda value: isinstance(value, ShardedBase | LocalNonpersistentObject))
-    common = OwnCommon(rest)
-    loaded: dict[str, Any] = dist_checkpointing.load(
-        {**state, "optimizer": others}, str(folder), common_strategy=common
-    )
-    if mains:
-        # Apart from the model's, which may be the same tensors: one load reads each of them once.
+    loaded: dict[str, Any] = dist_checkpointing.load(first, str(folder), common_strategy=OwnCommon(rest))
+    if not there:
+        # The model's own, which one load gives once only.
         found = dist_checkpointing.load({"optimizer": mains}, str(folder), common_strategy=OwnCommon({}))
         merge(loaded["optimizer"], found["optimizer"])
     return loaded
