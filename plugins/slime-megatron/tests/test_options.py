@@ -178,6 +178,8 @@ TAKEN = {
     "disable_bf16_reduced_precision_matmul": (True, {}),
     "gradient_accumulation_fusion": (True, {}),
     "moe_router_dtype": ("fp64", {}),
+    # How layers are written in a checkpoint: tested in test_conversion.py.
+    "hetereogenous_dist_checkpoint": (True, {}),
     # Other terms of the loss, which the run asks for.
     "moe_router_load_balancing_type": ("aux_loss", BALANCED),
     "moe_aux_loss_coeff": (0.1, BALANCED),

@@ -119,7 +119,6 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
                 "moe_apply_probs_on_input",
                 "moe_router_topk_limited_devices",
                 "heterogeneous_block_specs",
-                "hetereogenous_dist_checkpoint",
                 "is_hybrid_model",
                 "mamba_state_dim",
                 "mamba_head_dim",
