@@ -22,7 +22,7 @@ pytestmark = pytest.mark.faults
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 2, 2, 6
 WORDS = (
     "--ahead", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
-    "--rollout-max-response-len", "24", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
+    "--rollout-max-response-len", "72", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
 )  # fmt: skip
 KILLS = 2
 
