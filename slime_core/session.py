@@ -130,8 +130,8 @@ class Session:
         oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
         return range(oldest, self.state.version + 1)
 
-    async def collect(self, step: int, wanted: asyncio.Future[None] | None = None) -> list[SampleGroup]:
-        """The accepted groups of a step. `wanted`: as in RolloutContext."""
+    async def collect(self, step: int) -> list[SampleGroup]:
+        """The accepted groups of a step."""
         await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
@@ -150,7 +150,6 @@ class Session:
             version=version + step - self.state.rollout_id,
             max_staleness=self.run.max_staleness,
             record=self.record,
-            wanted=wanted,
         )
         # Of recorded train data the learner takes its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
@@ -202,8 +201,6 @@ class Session:
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
-            if self.publish_report.density is not None:
-                perf["perf/update_weights_density"] = self.publish_report.density
         perf |= middleware_metrics(self.middlewares)
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)

@@ -77,35 +77,15 @@ class TakesFirst(FaultyBufferFilter):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def answer(items, num_groups):
         return list(range(min(num_groups, len(items))))
-
-
-class OldestLast(FaultyBufferFilter):
-    """Nothing is wrong with it."""
-
-    @staticmethod
-    def answer(items, num_groups, versions):
-        oldest = [versions.trained if version is None else version for version in versions.oldest]
-        return sorted(range(len(items)), key=lambda place: -oldest[place])[:num_groups]
-
-
-class TakesTurns(FaultyBufferFilter):
-    """Remembers how often it was asked."""
-
-    asked = 0
-
-    @classmethod
-    def answer(cls, items, num_groups, versions):
-        cls.asked += 1
-        return [(place + cls.asked) % len(items) for place in range(min(num_groups, len(items)))]
 
 
 class TakesTooMany(FaultyBufferFilter):
     """Does not count."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def answer(items, num_groups):
         return list(range(len(items)))
 
 
@@ -113,7 +93,7 @@ class TakesAny(FaultyBufferFilter):
     """Draws lots."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def answer(items, num_groups):
         return random.sample(range(len(items)), min(num_groups, len(items)))
 
 
@@ -121,10 +101,10 @@ class MarksItems(FaultyBufferFilter):
     """Leaves a note in the metadata."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def answer(items, num_groups):
         for item in items[:1]:
             item.prompt.metadata["seen"] = True
-        return TakesFirst.answer(items, num_groups, versions)
+        return TakesFirst.answer(items, num_groups)
 
 
 class Length(FaultyReward):
