@@ -15,7 +15,7 @@ from slime_core.errors import ConfigError, unknown_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     architecture: str
-    """`model_type` of transformers. Of a model whose own type is code in its folder , the one that it is: its
+    """`model_type` of transformers. Of a model whose own type is code in its folder, the one that it is: its
     weights load as that, and random ones can be made of it."""
     billions: float
     """Parameters, without layers of multi-token prediction."""

@@ -201,8 +201,9 @@ def test_a_replay_may_change_what_is_written_down_and_nothing_else(bound, tmp_pa
     recorded = identity()
     assert recorded == json.loads(json.dumps(recorded))
     free = (
-        "--name", "another", "--runs-dir", "elsewhere", "--trackers", "tensorboard", "--dump-rollouts", "--keep-checkpoints", "5",
-        "--no-save-hf", "--print-completions-interval", "3", "--reward-timeout", "99", "--reward-workers", "2",
+        "--name", "another", "--runs-dir", "elsewhere", "--trackers", "tensorboard", "--dump-rollouts",
+        "--keep-checkpoints", "5", "--no-save-hf", "--print-completions-interval", "3", "--reward-timeout", "99",
+        "--reward-workers", "2",
     )  # fmt: skip
     assert identity(*free) == recorded
     deciding = [
