@@ -34,7 +34,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
     """`tables` with each (path, value) set. A table written as a plain name grows into one; giving a table another
-    `name` drops the options that stood beside the old one. An AddedList comes after what is there, each once."""
+    `name` drops the options that stood beside the old one. An AddedList comes after the list that is there."""
     result = dict(tables)
     # Names first, or an option that was typed before its table's name would be dropped with the old ones.
     for path, value in sorted(overrides, key=lambda override: override[0][-1] != "name"):
@@ -49,9 +49,7 @@ def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], An
         if path[-1] == "name" and table.get("name", value) != value and names_a_plugin(path):
             table.clear()
         there = table.get(path[-1])
-        if isinstance(value, AddedList):
-            value = list(dict.fromkeys([*(there if isinstance(there, list) else ()), *value]))
-        table[path[-1]] = value
+        table[path[-1]] = [*there, *value] if isinstance(value, AddedList) and isinstance(there, list) else value
     return result
 
 

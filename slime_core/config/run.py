@@ -277,6 +277,12 @@ class RunConfig(Table):
     trackers: tuple[PluginTable, ...] = (PluginTable(name="jsonl"),)
     """Where metrics are written."""
 
+    @field_validator("plugin")
+    @classmethod
+    def _each_once(cls, files: tuple[str, ...]) -> tuple[str, ...]:
+        """A flag may name what the run file names."""
+        return tuple(dict.fromkeys(files))
+
     @property
     def rollout_seed(self) -> int:
         return self.seed if self.rollout.rollout_seed is None else self.rollout.rollout_seed
