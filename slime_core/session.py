@@ -201,6 +201,8 @@ class Session:
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.publish_report.bytes_sent)
+            if self.publish_report.density is not None:
+                perf["perf/update_weights_density"] = self.publish_report.density
         perf |= middleware_metrics(self.middlewares)
         for number, metrics in enumerate(report.steps):
             self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)

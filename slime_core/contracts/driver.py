@@ -45,6 +45,8 @@ class Driver(ABC, Generic[T_co]):
     """
 
     api_version: ClassVar[int] = API_VERSION
+    noun: ClassVar[str] = ""
+    """What messages call it, where its group holds several kinds of driver."""
     Config: ClassVar[type[DriverConfig]] = DriverConfig
     flag_aliases: ClassVar[Mapping[str, str]] = {}
     """Options by the names that their flags have elsewhere, without dashes in front: `--rollout-model` for `{"rollout-model":

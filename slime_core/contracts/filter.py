@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from slime_core.contracts.driver import Driver
 
@@ -36,6 +36,8 @@ class GroupFilter(ABC):
 class FilterDriver(Driver[GroupFilter]):
     """Named in `rollout.filters`; they run in that order and the first that drops ends it."""
 
+    noun: ClassVar[str] = "group filter"
+
 
 class BufferFilter(ABC):
     """Chooses from what waits in the buffer (returned, partial and surplus groups), before new prompts are drawn."""
@@ -47,3 +49,5 @@ class BufferFilter(ABC):
 
 class BufferFilterDriver(Driver[BufferFilter]):
     """Named in `rollout.buffer_filter`; registered in slime.filters too."""
+
+    noun: ClassVar[str] = "buffer filter"

@@ -99,11 +99,11 @@ class Registry:
         """Whether it comes from a plugin file."""
         return entry in self._objects
 
-    def find(self, group: str, asked: str, *, where: str) -> Entry:
+    def find(self, group: str, asked: str, *, where: str, expect: type | None = None) -> Entry:
         """The entry called `asked` (`name` or `dist/name`), without importing it.
 
         `where` is the key or flag that asked, for the message of the PluginError: unknown, switched off, or offered
-        by two distributions.
+        by two distributions. `expect`: the kind of driver that the message lists.
         """
         dist, _, name = asked.rpartition("/")
         named = [e for e in self._entries if e.group == group and e.name == name and (not dist or e.is_from(dist))]
@@ -114,7 +114,7 @@ class Registry:
             raise PluginError(f'{where} = "{asked}": {_ambiguous(found)}')
         if named:
             raise PluginError(f'{where} = "{asked}": {" and ".join(self._why_off(entry) for entry in named)}.')
-        raise PluginError(self._unknown(group, asked, name, where))
+        raise PluginError(self._unknown(group, asked, name, where, expect))
 
     def resolve(self, group: str, asked: str, *, where: str, expect: type | None = None) -> Resolved:
         """Imports the entry called `asked` and checks it against its group's contract.
@@ -125,7 +125,7 @@ class Registry:
         # Here, so that listing need not import pydantic, and stevedore, and every contract.
         from slime_core.registry.acceptance import accept
 
-        entry = self.find(group, asked, where=where)
+        entry = self.find(group, asked, where=where, expect=expect)
         asked_where = f'{where} = "{asked}"'
         started = time.perf_counter()
         loaded = self.load(entry, where=asked_where)
@@ -154,8 +154,12 @@ class Registry:
 
         return inspect_entries(self)
 
-    def _unknown(self, group: str, asked: str, name: str, where: str) -> str:
+    def _unknown(self, group: str, asked: str, name: str, where: str, expect: type | None) -> str:
         there = self.entries(group)
+        noun = groups.NOUNS.get(group, f"name in {group}")
+        if expect is not None:
+            there = [entry for entry in there if self._is_a(entry, expect)]
+            noun = getattr(expect, "noun", "") or noun
         hints = [install_hint(group, name)]
         elsewhere = [e for e in self.entries() if e.name == name and e.group != group and e.group in groups.NOUNS]
         if elsewhere:
@@ -166,11 +170,21 @@ class Registry:
         return unknown_name(
             where,
             asked,
-            groups.NOUNS.get(group, f"name in {group}"),
+            noun,
             [*dict.fromkeys(entry.name for entry in there)],
             listing=by_distribution(there),
             hint=". ".join(filter(None, hints)) + ("." if any(hints) else ""),
         )
+
+    def _is_a(self, entry: Entry, expect: type) -> bool:
+        """Imports it; what cannot be imported is nothing."""
+        from slime_core.registry.acceptance import accept
+
+        try:
+            accept(entry, self.load(entry, where=entry.group), where=entry.group, expect=expect)
+        except PluginError:
+            return False
+        return True
 
     def _status(self, entry: Entry) -> Status:
         if self._is_off(entry):

@@ -114,6 +114,15 @@ def test_expect_narrows_a_group_of_two_kinds(site):
     assert registry.resolve(groups.FILTERS, "keep", where="x", expect=FilterDriver)
     with pytest.raises(PluginError, match="a BufferFilterDriver belongs here"):
         registry.resolve(groups.FILTERS, "keep", where="rollout.buffer_filter", expect=BufferFilterDriver)
+    # Names of the other kind are no help.
+    with pytest.raises(PluginError) as caught:
+        registry.resolve(groups.FILTERS, "keeep", where="rollout.buffer_filter", expect=BufferFilterDriver)
+    told = str(caught.value)
+    assert told.startswith('rollout.buffer_filter = "keeep": unknown buffer filter. Available:')
+    assert "pop_first" in told
+    assert "acme" not in told
+    with pytest.raises(PluginError, match=r'"pop": unknown group filter\. Available: keep'):
+        registry.resolve(groups.FILTERS, "pop", where="x", expect=FilterDriver)
 
 
 STALE = """
