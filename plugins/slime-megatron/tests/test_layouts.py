@@ -54,7 +54,7 @@ LINEAR = {**LATENT, "tp2-sp-cp2": (4, {**SP2, **CP2})}
 # Its last layer takes the choice of the one before it.
 CHOSEN = {**LATENT, "recomputed": DENSE["recomputed"]}
 PLAIN = {"tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2)}
-SANDWICH = {**PLAIN, "tp2-sp": (2, SP2)}
+SANDWICH = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2)}
 # Auxiliary losses of experts are not linear over micro-batches: they agree where ranks share the same ones.
 BALANCED = {
     "moe_router_load_balancing_type": "aux_loss",

@@ -1,6 +1,5 @@
 """Whole runs of the `slime` command: on two ranks under Ray, gone on with in other layouts, and mixed with another backend."""
 
-import itertools
 import json
 import shutil
 import subprocess
@@ -103,11 +102,11 @@ def test_what_is_trained_may_not_change(project, finished):
 
 def test_an_actor_on_megatron_and_a_critic_on_fsdp(project):
     words = ("--algo", "ppo", "--num-rollout", "2", "--critic-lr", "1e-2")
-    for actor, critic in itertools.product(("megatron", "fsdp"), repeat=2):
+    for actor, critic in (("fsdp", "fsdp"), ("megatron", "fsdp"), ("fsdp", "megatron")):
         project.run(*words, "--backend", actor, "--critic-backend", critic, "--name", f"{actor}-{critic}")
     expected = project.metrics("fsdp-fsdp", "train/step")
     assert expected[-1]["train/critic-value_loss"] > 0
-    for run in ("megatron-fsdp", "fsdp-megatron", "megatron-megatron"):
+    for run in ("megatron-fsdp", "fsdp-megatron"):
         for got, wanted in zip(project.metrics(run, "train/step"), expected, strict=True):
             for name in ("train/loss", "train/critic-loss", "train/critic-value_loss", "train/critic-grad_norm"):
                 assert got[name] == pytest.approx(wanted[name], rel=2e-3, abs=FLOAT32), (run, name)
