@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import make_family
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -40,6 +39,9 @@ def without_workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slime_core.convert.ProcessPoolExecutor", HereExecutor)
         yield
+    # Not at the top: other targets collect this file where Megatron is not installed.
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
