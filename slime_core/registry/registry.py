@@ -14,13 +14,13 @@ from slime_core import groups
 from slime_core.entry import KERNEL, Entry, by_distribution, normalized
 from slime_core.errors import PluginError, near_matches, unknown_name
 from slime_core.install_hints import install_hint
-from slime_core.plugin_file import PluginFile
 from slime_core.registry.installed import installed_entries
 from slime_core.registry.options import bind
 from slime_core.registry.resolved import Resolved
 
 if TYPE_CHECKING:
     from slime_core.contracts.driver import DriverConfig
+    from slime_core.plugin_file import PluginFile
     from slime_core.registry.inspection import Finding
 
 ALLOW_VARIABLE: Final = "SLIME_PLUGINS_ALLOW"
@@ -55,9 +55,7 @@ class Registry:
         deny: Collection[str] = (),
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        self.plugin_files: Final[tuple[PluginFile, ...]] = tuple(
-            file if isinstance(file, PluginFile) else PluginFile.read(file) for file in plugin_files
-        )
+        self.plugin_files: Final[tuple[PluginFile, ...]] = _read(plugin_files) if plugin_files else ()
         self._points: dict[Entry, EntryPoint] = installed_entries()
         self._objects: dict[Entry, object] = {}
         for file in self.plugin_files:
@@ -215,6 +213,13 @@ class Registry:
                     f"{'; close match: ' + ', '.join(close) if close else ''}. There are: {', '.join(sorted(known))}."
                 )
         return tuple(sorted(normalized(name) for name in named))
+
+
+def _read(files: Sequence[PluginFile | Path]) -> tuple[PluginFile, ...]:
+    # Here, because it hashes, and loading OpenSSL is a tenth of what a listing costs.
+    from slime_core.plugin_file import PluginFile
+
+    return tuple(file if isinstance(file, PluginFile) else PluginFile.read(file) for file in files)
 
 
 def _listed(value: str) -> list[str]:
