@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
@@ -21,10 +22,9 @@ pytestmark = pytest.mark.faults
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 2, 2, 6
 WORDS = (
     "--ahead", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
-    "--rollout-max-response-len", "24", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
+    "--rollout-max-response-len", "72", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
 )  # fmt: skip
-KILLED_AFTER = (5,)
-"""Steps in the record; then a while that the draw decides."""
+KILLS = 2
 
 
 def steps_done(tiny: TinyRun) -> int:
@@ -35,25 +35,28 @@ def steps_done(tiny: TinyRun) -> int:
         return 0
 
 
-def kill_after(tiny: TinyRun, steps: int, pause_s: float) -> None:
+def kill_when(tiny: TinyRun, condition: Callable[[], bool], pause_s: float = 0.0) -> None:
     process = tiny.start("run", "run.toml", *WORDS)
-    while steps_done(tiny) < steps:
+    while not condition():
         assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+        time.sleep(0.002)
     time.sleep(pause_s)
     process.send_signal(signal.SIGKILL)
     said = process.communicate()
     assert process.returncode == -signal.SIGKILL, said
 
 
+def writes_checkpoint(tiny: TinyRun) -> bool:
+    return any((tiny.runs / "tiny" / "checkpoints").glob(".*"))
+
+
 def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun) -> None:
-    draw = random.Random(20261121)
-    for steps in KILLED_AFTER:
-        kill_after(tiny, steps, draw.uniform(0, 0.1))
+    kill_when(tiny, lambda: steps_done(tiny) >= 3 and writes_checkpoint(tiny))
+    kill_when(tiny, lambda: steps_done(tiny) >= 7, random.Random(20261121).uniform(0, 0.1))
     ended = tiny.run(*WORDS)
     assert (ended.code, ended.err) == (0, ""), ended.err
     run = tiny.runs / "tiny"
-    assert json.loads((run / "attempts").read_text()) == len(KILLED_AFTER) + 1
+    assert json.loads((run / "attempts").read_text()) == KILLS + 1
     assert tiny.steps() == list(range(STEPS))
 
     trained: Counter[int] = Counter()
@@ -77,10 +80,12 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun) -> None:
     drawn = state["source"]["next_group_index"]
     assert set(trained) | waiting == set(range(drawn)), "a prompt is lost"
 
-    ended = tiny.run(*WORDS, "--replay-schedule", str(run / "schedule.jsonl"))
+    # Under a name of its own, and without a dump.
+    free = ("--name", "again", "--no-dump-rollouts")
+    ended = tiny.run(*WORDS, *free, "--replay-schedule", str(run / "schedule.jsonl"))
     assert (ended.code, ended.err) == (0, ""), ended.err
-    again = tiny.runs / "tiny-2"
-    assert figures(tiny, "tiny-2") == figures(tiny, "tiny")
+    again = tiny.runs / "again"
+    assert figures(tiny, "again") == figures(tiny, "tiny")
     assert (again / "hf/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
 
 

@@ -37,8 +37,10 @@ class Gate:
 
     @property
     def waits(self) -> bool:
-        """What came after this step has not come yet."""
-        return bool(self._script) and self._script[0].at <= self._steps
+        """What came after this step has not come yet. The next process came when nothing of this one ran any more."""
+        if not self._script or (self._script[0].kind is EventKind.RESTART and self._decoder.busy):
+            return False
+        return self._script[0].at <= self._steps
 
     def stepped(self) -> None:
         self._steps += 1
@@ -92,7 +94,7 @@ class Gate:
         """Lets in what came after this step, as far as it is there."""
         while self.waits:
             event = self._script[0]
-            if event.kind is EventKind.RESTART and not self._decoder.busy:
+            if event.kind is EventKind.RESTART:
                 self._steps = 0
             elif event.kind is EventKind.SUBMIT and self._arrived.keys() >= set(event.names):
                 self._submit([self._arrived.pop(name) for name in event.names])
