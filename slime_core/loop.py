@@ -93,12 +93,28 @@ class Schedule:
         complete, oldest first. The run goes on from there as one that is resumed does."""
         if not self.pooled:
             return await self.drained()
-        await self._session.record.settled()
-        for ahead in self._started:
-            if ahead.task.done():
-                ahead.task.result()
+        await self._settled()
         await self._break_off(patient=True)
         return [ahead.task.result() for ahead in self._started]
+
+    async def _settled(self) -> None:
+        """In a replay, waits until nothing more is to happen before everything is broken off. Raises what a step has raised,
+        and Interrupted if the run is asked to stop: nothing more might happen then."""
+        settling = asyncio.create_task(self._session.settled())
+        stop = asyncio.create_task(self._session.stop_requested.wait())
+        steps = {ahead.task for ahead in self._started}
+        try:
+            while not settling.done():
+                unfinished = {task for task in steps if not task.done()}
+                await asyncio.wait({settling, stop, *unfinished}, return_when=asyncio.FIRST_COMPLETED)
+                for task in steps:
+                    if task.done():
+                        task.result()
+                if stop.done() and not settling.done():
+                    raise Interrupted("interrupted while waiting for what was recorded")
+        finally:
+            settling.cancel()
+            stop.cancel()
 
     async def abandon(self) -> list[list[SampleGroup]]:
         """Ends all that is under way. Pooled groups are kept, as `at_rest`, as far as the engines can be asked; else the

@@ -110,6 +110,8 @@ class Saving:
         engines = await session.client.ask("recorded") if session.client is not None and asked else {}
         heard, session.record.heard = session.record.heard, []
         session.schedule.checkpoint(session.state.rollout_id, engines, heard, broken=broken)
+        if session.client is not None:
+            session.client.script.next_part()
 
 
 def ahead_file(folder: Path, step: int) -> Path:

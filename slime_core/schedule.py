@@ -29,16 +29,8 @@ class RecordedSchedule:
 
     engines: Mapping[int, list[EngineEvent]] = field(default_factory=dict)
     pool: Sequence[News] = ()
-
-    @property
-    def engine_of(self) -> dict[str, list[int]]:
-        """Which engine had a request, each time that it was made."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
-        for index, events in self.engines.items():
-            for event in events:
-                for name in event.names if event.kind is EventKind.SUBMIT else ():
-                    found[name].append(index)
-        return dict(found)
+    requests: Sequence[Mapping[str, Sequence[int]]] = ()
+    """Up to each checkpoint: which engine had a request, each time that it was made."""
 
 
 class ScheduleFile:
@@ -108,6 +100,7 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
         )
     engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
     pool: list[News] = []
+    requests: list[defaultdict[str, list[int]]] = [defaultdict(list)]
     for line in lines:
         if "broken" in line:
             raise ConfigError(f"{where}: cannot be repeated beyond step {line['checkpoint']}: {line['broken']}.")
@@ -116,6 +109,10 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
                 events.append(EngineEvent(0, EventKind.RESTART))
         for at, kind, names, version in line.get("events", ()):
             engines[line["engine"]].append(EngineEvent(at, EventKind(kind), tuple(names), version))
+            for name in names if kind == EventKind.SUBMIT else ():
+                requests[-1][name].append(line["engine"])
         for kind, number, ended, generated in line.get("pool", ()):
             pool.append(News(NewsKind(kind), number, tuple(ended), tuple(generated)))
-    return RecordedSchedule(engines, pool)
+        if "checkpoint" in line:
+            requests.append(defaultdict(list))
+    return RecordedSchedule(engines, pool, requests[:-1])

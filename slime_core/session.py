@@ -130,6 +130,12 @@ class Session:
         oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
         return range(oldest, self.state.version + 1)
 
+    async def settled(self) -> None:
+        """Returns when nothing more is to happen before everything is broken off; at once, outside a replay."""
+        await self.record.settled()
+        if self.client is not None:
+            await self.client.script.settled()
+
     async def collect(self, step: int) -> list[SampleGroup]:
         """The accepted groups of a step."""
         await self.residency.rollout()

@@ -40,7 +40,7 @@ from slime_core.manifest import build_manifest, replay_identity
 from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
-from slime_core.rollout.recorded import PoolRecord
+from slime_core.rollout.recorded import PoolRecord, RequestScript
 from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.trace import RolloutTrace
@@ -280,7 +280,7 @@ async def follow(session: Session, recorded: RecordedSchedule) -> None:
         engine = session.client.engine(index)
         assert engine is not None
         await engine.call("follow", events)
-    session.client.assign(recorded.engine_of)
+    session.client.script = RequestScript(recorded.requests)
     session.record = PoolRecord(recorded.pool)
 
 

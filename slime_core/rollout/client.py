@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from slime_core.contracts.engine import Memory
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
+from slime_core.rollout.recorded import RequestScript
 from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
@@ -52,7 +53,8 @@ class EngineClient:
         self._on_loss: OnLoss | None = None
         self._failure: Exception | None = None
         self._losses: Counter[str] = Counter()
-        self._assigned: dict[str, deque[int]] = {}
+        self.script = RequestScript()
+        """In a replay, where requests go, as long as it goes on."""
         self.num_lost = 0
         """Engines that were taken out of service so far."""
         self._held: set[str] = set()
@@ -159,10 +161,6 @@ class EngineClient:
         running = [request_id for request_id in request_ids if request_id in self._answers]
         if running and self._failure is None:
             await self.each("abort", running)
-
-    def assign(self, engines: Mapping[str, Sequence[int]]) -> None:
-        """Which engine gets a request of this id, each time that it is made; others go as ever."""
-        self._assigned = {name: deque(indices) for name, indices in engines.items()}
 
     # ---------------------------------------------------------------- engines that come and go
 
@@ -328,12 +326,12 @@ class EngineClient:
     def _free_seat(self, request: GenerateRequest) -> Seat | None:
         """Where a middleware wants it, unless nothing serves there; else engines in turn, so that where a request goes does
         not depend on how fast others are answered."""
-        if places := self._assigned.get(request.request_id):
-            seat = self._seats[places[0]]
-            if seat.has_room:
-                places.popleft()
-                return seat
-            return None
+        if self.script.goes_on:
+            recorded = self.script.engine_of(request.request_id)
+            if recorded is None or not self._seats[recorded].has_room:
+                return None
+            self.script.sent(request.request_id)
+            return self._seats[recorded]
         if request.engines and request.engines is not self._every:
             wanted = [seat for seat in map(self._seats.__getitem__, request.engines) if seat.serves]
             if wanted:

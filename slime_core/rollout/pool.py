@@ -142,7 +142,11 @@ class GroupPool(Collector):
                 self._early.remove(due[0])
                 record.note(self._news_of(due[0]))
                 return due[0]
-            self._early.append(await self._news.get())
+            news = await self._news.get()
+            if isinstance(news, asyncio.Task) and not news.cancelled() and (error := news.exception()) is not None:
+                # It ends the run, now as then.
+                raise error
+            self._early.append(news)
 
     def _news_of(self, news: asyncio.Task[SampleGroup] | Order) -> News:
         if isinstance(news, Order):

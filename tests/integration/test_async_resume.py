@@ -1,5 +1,5 @@
 """An asynchronous run with partial rollouts that is killed with SIGKILL: no prompt is lost and none is trained twice. Its
-recorded schedule repeats it to the bit."""
+recorded schedule repeats it to the bit, though its generator never takes the same time twice."""
 
 from __future__ import annotations
 
@@ -22,9 +22,29 @@ pytestmark = pytest.mark.faults
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 2, 2, 6
 WORDS = (
     "--ahead", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
-    "--rollout-max-response-len", "72", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
+    "--rollout-max-response-len", "40", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
+    "--plugin", "paced.py", "--generate", "paced",
 )  # fmt: skip
 KILLS = 2
+PACED = '''
+import asyncio, random
+from dataclasses import replace
+from slime_core.plugin import generator
+from slime_core.types.completion import FinishReason
+from slime_core.types.sample import Status
+
+@generator("paced")
+async def paced(episode):
+    # Ten tokens a turn, with a pause before each: weights and checkpoints come between turns too.
+    answer = episode.trajectory()
+    while (room := episode.sampling.max_new_tokens - answer.response_length) > 0:
+        await asyncio.sleep(random.choice((0, 0.01, 0.1)))
+        completion = await episode.complete(answer.tokens, replace(episode.sampling, max_new_tokens=min(10, room)))
+        answer.append_completion(completion)
+        if completion.finish_reason is not FinishReason.LENGTH:
+            return [answer.finish()]
+    return [answer.finish(status=Status.TRUNCATED)]
+'''
 
 
 def steps_done(tiny: TinyRun) -> int:
@@ -51,6 +71,7 @@ def writes_checkpoint(tiny: TinyRun) -> bool:
 
 
 def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun) -> None:
+    (tiny / "paced.py").write_text(PACED)
     kill_when(tiny, lambda: steps_done(tiny) >= 3 and writes_checkpoint(tiny))
     kill_when(tiny, lambda: steps_done(tiny) >= 7, random.Random(20261121).uniform(0, 0.1))
     ended = tiny.run(*WORDS)
@@ -94,6 +115,7 @@ OF_A_PROCESS = {
     "rollout/prefix_cache_hit_rate",
     "rollout/surplus_groups",
     "rollout/partial_groups",
+    "rollout/aborted_groups",
 }
 """What its engines had cached, and what it broke off for a checkpoint: a killed process takes the latter counts along."""
 

@@ -494,7 +494,7 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
     schedule.checkpoint(4, {0: [second], 1: [first]}, [News(NewsKind.STEP, 1)])
     found = read_schedule(path, this)
     assert found.engines == {0: [first, EngineEvent(0, EventKind.RESTART), second], 1: [first]}
-    assert found.engine_of == {"a": [0, 1], "b": [0, 1]}
+    assert found.requests == [{"a": [0], "b": [0]}, {"a": [1], "b": [1]}]
     assert [(news.kind, news.number, news.ended) for news in found.pool] == [
         ("step", 0, ()),
         ("give_back", -1, (3,)),
@@ -514,6 +514,37 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
     ScheduleFile(path, {**this, "train": {"lr": 1.0, "num_rollout": 9}}, resumed_at=4)
     with pytest.raises(ConfigError, match=r"beyond step 4: .* other settings \(train.num_rollout: 6 -> 9\)"):
         read_schedule(path, this)
+
+
+@pytest.mark.parametrize("cause", ["stop", "error"])
+def test_a_replay_in_which_nothing_more_is_heard_ends(tmp_path: Path, cause: str) -> None:
+    """Before its checkpoint group 999 is expected, which never comes."""
+
+    def simulation(name: str) -> Simulation:
+        return simulate(tmp_path / name, steps=9, save_interval=3, rollout=MODES["fully asynchronous"])
+
+    recorded = simulation("recorded").session()
+    run_fast(run_loop(recorded))
+    heard = recorded.record.heard
+    place = next(place for place, news in enumerate(heard) if news.kind is NewsKind.GIVE_BACK)
+    repeated = simulation("repeated")
+    session = repeated.session()
+    session.record = PoolRecord([*heard[:place], News(NewsKind.GROUP, 999), *heard[place:]])
+    client = session.client
+    assert client is not None
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        while len(repeated.trained) < 3:
+            await asyncio.sleep(1)
+        if cause == "stop":
+            session.stop_requested.set()
+        else:
+            client.fail(EngineError("they are gone"))
+        await loop
+
+    with pytest.raises(Interrupted if cause == "stop" else EngineError):
+        run_fast(scene())
 
 
 def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:

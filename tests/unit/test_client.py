@@ -9,6 +9,7 @@ import pytest
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
+from slime_core.rollout.recorded import RequestScript
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 
 
@@ -361,3 +362,38 @@ async def test_a_text_that_nobody_turned_into_tokens_is_an_error():
     with pytest.raises(EngineError, match="has a text but no tokens"):
         await client.generate(replace(request("a"), token_ids=np.empty(0, np.int32), text="1+1="))
     assert engine.messages == []
+
+
+async def test_a_replayed_request_reaches_an_engine_if_it_did_then():
+    """Before the first checkpoint a was asked twice, and b never; b comes after it."""
+    engines = [Scripted(), Scripted()]
+    client = EngineClient(engines, concurrency=4)
+    client.script = RequestScript([{"a": [1, 0]}, {"b": [1]}])
+    asked_b, asked_a = (asyncio.create_task(client.generate(request(name))) for name in ("b", "a"))
+    await settle()
+    assert [engine.messages for engine in engines] == [[], [["a"]]]
+    settled = asyncio.create_task(client.script.settled())
+    engines[1].finish("a")
+    await asked_a
+    await settle()
+    assert not settled.done()
+    asked_a = asyncio.create_task(client.generate(request("a")))
+    await settled
+    assert engines[0].messages == [["a"]]
+    engines[0].finish("a")
+    await asked_a
+    # Broken off for the checkpoint, it stayed behind.
+    await client.abort(["b"])
+    assert (await asked_b).finish_reason is FinishReason.ABORT
+    client.script.next_part()
+    asked_b = asyncio.create_task(client.generate(request("b")))
+    await settle()
+    assert engines[1].messages == [["a"], ["b"]]
+    engines[1].finish("b")
+    await asked_b
+    client.script.next_part()
+    # What comes after all that was written down goes as ever.
+    asked_c = asyncio.create_task(client.generate(request("c")))
+    await settle()
+    next(engine for engine in engines if "c" in engine.open).finish("c")
+    await asked_c

@@ -108,6 +108,8 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
     gate.submit(rows("b"))
     gate.stepped()
     assert decoder.told == [["a"]]
+    # What the process before has must end by itself: nothing else ever ends it.
+    assert not gate.waits
     decoder.request_ids.clear()
     gate.stepped()
     assert decoder.told == [["a"], ["b"]]

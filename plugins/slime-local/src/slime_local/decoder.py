@@ -78,9 +78,13 @@ class Decoder:
         self._stop_table = torch.zeros((0, self._model.vocab_size), dtype=torch.bool, device=device)
 
     def submit(self, rows: Sequence[RequestRow]) -> None:
-        """They run in this order, after what waits already."""
-        self._waiting.extend(rows)
-        self.request_ids.update(row.request.request_id for row in rows)
+        """They run in this order, after what waits already. Those with no room for a token are answered at once."""
+        for row in rows:
+            if row.limit > 0:
+                self._waiting.append(row)
+                self.request_ids.add(row.request.request_id)
+            else:
+                row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
 
     def activate(self, version: int) -> None:
         """Later tokens are of `version`. Rows keep their tokens; their keys and values are computed anew before the

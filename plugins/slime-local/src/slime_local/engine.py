@@ -15,7 +15,7 @@ import torch
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.errors import EngineError, EngineRefused
-from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.image import Image
 from slime_core.types.schedule import EngineEvent
 from slime_core.types.weights import Bucket
@@ -163,11 +163,7 @@ class LocalEngine(RolloutEngine):
         rows = []
         for place, request in enumerate(requests):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
-            row = RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request))
-            if limit > 0:
-                rows.append(row)
-            else:
-                row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, setup.index)
+            rows.append(RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request)))
         self._gate.submit(rows)
         self._consider()
         try:

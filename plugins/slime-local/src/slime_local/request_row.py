@@ -70,7 +70,7 @@ class RequestRow:
     place: int
     """Of the answer in the ticket."""
     limit: int
-    """New tokens at most, > 0."""
+    """New tokens at most."""
     pictures: Pictures | None = None
     start: int = 0
     """Column of the prompt's first token, once admitted."""
