@@ -26,7 +26,7 @@ WORDS = (
     "--plugin", "paced.py", "--generate", "paced",
 )  # fmt: skip
 KILLS = 2
-PACED = '''
+PACED = """
 import asyncio, random
 from dataclasses import replace
 from slime_core.plugin import generator
@@ -38,13 +38,13 @@ async def paced(episode):
     # Ten tokens a turn, with a pause before each: weights and checkpoints come between turns too.
     answer = episode.trajectory()
     while (room := episode.sampling.max_new_tokens - answer.response_length) > 0:
-        await asyncio.sleep(random.choice((0, 0.01, 0.1)))
+        await asyncio.sleep(random.choice((0, 0.01, 0.03)))
         completion = await episode.complete(answer.tokens, replace(episode.sampling, max_new_tokens=min(10, room)))
         answer.append_completion(completion)
         if completion.finish_reason is not FinishReason.LENGTH:
             return [answer.finish()]
     return [answer.finish(status=Status.TRUNCATED)]
-'''
+"""
 
 
 def steps_done(tiny: TinyRun) -> int:
