@@ -37,7 +37,15 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.COLLECTORS: {"slime-distill": ("sft",)},
     groups.FILTERS: {
-        "slime-filters": ("nonzero_std", "pass_rate_band", "length", "overlong_filter", "priority", "fresh_first"),
+        "slime-filters": (
+            "nonzero_std",
+            "pass_rate_band",
+            "length",
+            "overlong_filter",
+            "priority",
+            "fresh_first",
+            "oldest_first",
+        ),
     },
     groups.GENERATORS: {
         "slime-search-r1": ("search_r1",),

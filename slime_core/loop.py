@@ -29,6 +29,8 @@ class Ahead:
 
     step: int
     task: asyncio.Task[list[SampleGroup]]
+    wanted: asyncio.Future[None]
+    """Done when it is the next to be trained."""
 
 
 class Schedule:
@@ -52,26 +54,32 @@ class Schedule:
         while session.state.next_collect <= min(step, session.num_rollout - 1):
             number = session.state.next_collect
             previous = self._started[-1].task if self._started and not self.pooled else None
-            self._started.append(Ahead(number, asyncio.create_task(self._collect(number, previous))))
+            wanted = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._collect(number, previous, wanted if self.pooled else None))
+            self._started.append(Ahead(number, task, wanted))
             session.state = replace(session.state, next_collect=number + 1)
 
-    async def _collect(self, step: int, previous: asyncio.Task[list[SampleGroup]] | None) -> list[SampleGroup]:
+    async def _collect(
+        self, step: int, previous: asyncio.Task[list[SampleGroup]] | None, wanted: asyncio.Future[None] | None
+    ) -> list[SampleGroup]:
         if previous is not None:
             await asyncio.wait({previous})
             previous.result()
         self._before[step] = self._session.buffer.snapshot()
-        return await self._session.collect(step)
+        return await self._session.collect(step, wanted)
 
     def take_up(self, kept: list[list[SampleGroup]]) -> None:
         """Steps that a checkpoint had collected already, oldest first."""
         for offset, groups in enumerate(kept):
             step = self._session.state.rollout_id + offset
-            self._started.append(Ahead(step, asyncio.create_task(asyncio.sleep(0, groups))))
+            wanted = asyncio.get_running_loop().create_future()
+            self._started.append(Ahead(step, asyncio.create_task(asyncio.sleep(0, groups)), wanted))
             self._before[step] = self._session.buffer.snapshot()
 
     async def next_groups(self) -> list[SampleGroup]:
         """The oldest step's groups. Interrupted if the run is asked to stop before they are there."""
         oldest = self._started[0]
+        oldest.wanted.set_result(None)
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             await asyncio.wait({oldest.task, stop}, return_when=asyncio.FIRST_COMPLETED)

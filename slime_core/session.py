@@ -136,8 +136,8 @@ class Session:
         if self.client is not None:
             await self.client.script.settled()
 
-    async def collect(self, step: int) -> list[SampleGroup]:
-        """The accepted groups of a step."""
+    async def collect(self, step: int, wanted: asyncio.Future[None] | None = None) -> list[SampleGroup]:
+        """The accepted groups of a step. `wanted`: as in RolloutContext."""
         await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
@@ -156,6 +156,7 @@ class Session:
             version=version + step - self.state.rollout_id,
             max_staleness=self.run.max_staleness,
             record=self.record,
+            wanted=wanted,
         )
         # Of recorded train data the learner takes its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,7 @@ from typing import Any, Final
 from slime_core.buffer.atomic_file import write_text
 from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.buffer.table import read_groups, write_groups
-from slime_core.contracts.filter import BufferFilter
+from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, DataError, PluginError
 
@@ -45,12 +45,30 @@ class DataBuffer:
         """What waits, in the order in which it was added."""
         return tuple(self._items)
 
-    def get_samples(self, num_groups: int) -> list[BufferItem]:
+    def get_samples(self, num_groups: int, *, version: int = 0, max_staleness: int = 0) -> list[BufferItem]:
         """Waiting items as the buffer filter chooses them, then new prompts. Fewer than asked only if the source has
-        ended."""
-        chosen = self._pop(num_groups)
+        ended. `version`, `max_staleness`: of the step that wants them."""
+        places = self.choose(self.items, num_groups, version=version, max_staleness=max_staleness)
+        chosen = [self._items[place] for place in places]
+        gone = set(places)
+        self._items = [item for place, item in enumerate(self._items) if place not in gone]
         prompts = self.source.take(num_groups - len(chosen)) if len(chosen) < num_groups else []
         return [*chosen, *(BufferItem(prompt=prompt, kind=ItemKind.FRESH) for prompt in prompts)]
+
+    def choose(self, items: Sequence[BufferItem], num_groups: int, *, version: int, max_staleness: int) -> list[int]:
+        """Positions in `items`, as the buffer filter chooses. PluginError if they are not what it was asked for."""
+        if not items:
+            return []
+        versions = Versions(
+            trained=version, max_staleness=max_staleness, oldest=tuple(item.oldest_version for item in items)
+        )
+        places = self._filter.select(items, num_groups, versions)
+        if len(places) > num_groups or len(set(places)) != len(places) or not set(places) <= set(range(len(items))):
+            raise PluginError(
+                f"buffer filter {type(self._filter).__name__} chose {places}: asked for at most {num_groups} different "
+                f"positions below {len(items)}"
+            )
+        return places
 
     def add_samples(self, items: Iterable[BufferItem]) -> None:
         """Puts items at the end, in the order given. A fresh item that comes back is a returned one (`as_returned`)."""
@@ -111,20 +129,6 @@ class DataBuffer:
             for group, entry in zip(groups, state["items"], strict=True)
         )
         self.restore(BufferSnapshot(items, state["source"]))
-
-    def _pop(self, num_groups: int) -> list[BufferItem]:
-        if not self._items:
-            return []
-        places = self._filter.select(self.items, num_groups)
-        if len(places) > num_groups or len(set(places)) != len(places) or not set(places) <= set(range(len(self))):
-            raise PluginError(
-                f"buffer filter {type(self._filter).__name__} chose {places}: asked for at most {num_groups} different "
-                f"positions below {len(self)}"
-            )
-        chosen = [self._items[place] for place in places]
-        gone = set(places)
-        self._items = [item for place, item in enumerate(self._items) if place not in gone]
-        return chosen
 
 
 def _read_state(path: Path) -> dict[str, Any]:

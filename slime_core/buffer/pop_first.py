@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_core.buffer.item import BufferItem
-from slime_core.contracts.filter import BufferFilter
+from slime_core.contracts.filter import BufferFilter, Versions
 
 
 class PopFirstFilter(BufferFilter):
     """In the order in which they were added."""
 
-    def select(self, items: Sequence[BufferItem], num_groups: int) -> list[int]:
+    def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
         return list(range(min(num_groups, len(items))))

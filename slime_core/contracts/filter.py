@@ -39,12 +39,29 @@ class FilterDriver(Driver[GroupFilter]):
     noun: ClassVar[str] = "group filter"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """What a choice by staleness goes by."""
+
+    trained: int
+    """Of the policy that will be trained on the step that is being filled: what version v wrote is `trained` - v behind."""
+    max_staleness: int
+    """Versions that a token may be behind; older ones are handled as `rollout.on_stale` says."""
+    oldest: tuple[int | None, ...]
+    """For each item, the lowest version that wrote any of its tokens; None: it has no tokens yet."""
+
+
 class BufferFilter(ABC):
-    """Chooses from what waits in the buffer (returned, partial and surplus groups), before new prompts are drawn."""
+    """Chooses what goes next: from what waits in the buffer (returned, partial and surplus groups), before new prompts are
+    drawn; and from the finished groups (surplus) of a pool, when more are there than the next step takes.
+
+    Pure: replays repeat its choices only if they follow from its arguments.
+    """
 
     @abstractmethod
-    def select(self, items: Sequence[BufferItem], num_groups: int) -> list[int]:
-        """Positions in `items` of at most `num_groups` items, in the order in which they are to go."""
+    def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
+        """Positions in `items` of at most `num_groups` items, in the order in which they are to go. A step that takes from
+        a pool is filled up with the groups that finished first."""
 
 
 class BufferFilterDriver(Driver[BufferFilter]):

@@ -79,7 +79,7 @@ class AcceptedGroups(Collector):
         return accepted
 
     def _submit(self, context: RolloutContext, num_groups: int, step: int, *, left: int) -> list[Submitted]:
-        items = context.buffer.get_samples(num_groups)
+        items = context.take(num_groups)
         if not items:
             raise data_ended(step, left, context.config)
         assert context.runner is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.item import BufferItem
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import GroupFilter
@@ -40,3 +42,9 @@ class RolloutContext:
     """Called once a step's groups are complete: the step, the accepted groups, the refused ones with the reason."""
     counts: Counter[str] = field(default_factory=Counter)
     """Metric names to counts of the current step; the loop takes them with the step's groups."""
+    wanted: asyncio.Future[None] | None = None
+    """Done when the step is the next to be trained; None: it is from the beginning."""
+
+    def take(self, num_groups: int) -> list[BufferItem]:
+        """What is generated from next: as the buffer filter chooses for this step, then new prompts."""
+        return self.buffer.get_samples(num_groups, version=self.version, max_staleness=self.max_staleness)

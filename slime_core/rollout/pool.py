@@ -1,8 +1,9 @@
-"""pool: groups of all steps together. Those that finish first are trained first; what a step leaves over goes on.
+"""pool: groups of all steps together. Those that finish first are trained first, or those that the buffer filter chooses;
+what a step leaves over goes on.
 
-Where weights are published in flight, several steps are collected at once. They are filled one after the other, and
-their sizes together bound what is accepted or running, which is the admission rule of docs/adr/0011. Else a step ends by
-breaking off what it did not need.
+Where weights are published in flight, several steps are collected at once. Each is filled when it is the next to be trained,
+and their sizes together bound what is accepted or running, which is the admission rule of docs/adr/0011. Else a step ends
+by breaking off what it did not need.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Order:
 
     step: int
     context: RolloutContext
+    wanted: bool
+    """It is the next to be trained."""
     refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
 
     @property
@@ -60,6 +63,13 @@ class Order:
         return self.context.version - self.context.max_staleness
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A step has become the next to be trained."""
+
+    order: Order
+
+
 class GroupPool(Collector):
     """One for the whole run. Groups are counted from when they are taken out of the buffer until a step takes them."""
 
@@ -68,16 +78,18 @@ class GroupPool(Collector):
         self._turns = asyncio.Lock()
         self._running: dict[asyncio.Task[SampleGroup], Member] = {}
         self._ready: deque[Finished] = deque()
-        self._news: asyncio.Queue[asyncio.Task[SampleGroup] | Order] = asyncio.Queue()
-        """Groups that have ended, and steps that are wanted."""
-        self._early: list[asyncio.Task[SampleGroup] | Order] = []
+        self._news: asyncio.Queue[asyncio.Task[SampleGroup] | Order | Wanted] = asyncio.Queue()
+        """Groups that have ended, steps that have begun, and steps that are next."""
+        self._early: list[asyncio.Task[SampleGroup] | Order | Wanted] = []
         """News that in a replay are not due yet."""
         self._last: Order | None = None
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
-        order = self._last = Order(step, context)
+        order = self._last = Order(step, context, wanted=context.wanted is None)
         in_flight = context.config.in_flight
         self._news.put_nowait(order)
+        if context.wanted is not None:
+            context.wanted.add_done_callback(lambda _: self._news.put_nowait(Wanted(order)))
         try:
             async with self._turns:
                 groups = await self._fill(order)
@@ -116,25 +128,36 @@ class GroupPool(Collector):
     # ---------------------------------------------------------------- filling a step
 
     async def _fill(self, order: Order) -> list[SampleGroup]:
-        """The next groups to finish, as many as the step wants."""
+        """As many groups as the step takes, once it is the next to be trained."""
         waiting, self._ready = self._ready, deque()
         for finished in waiting:
             self._accept(order, finished)
         while order not in self._orders:
             await self._go_on(order)
-        while len(self._ready) < order.size:
+        while len(self._ready) < order.size or not order.wanted:
             self._admit(order)
             await self._go_on(order)
-        return [self._ready.popleft().group for _ in range(order.size)]
+        return self._take(order)
+
+    def _take(self, order: Order) -> list[SampleGroup]:
+        """As the buffer filter chooses; where it chooses too few, those that finished first."""
+        ready, context = list(self._ready), order.context
+        items = [finished.item.as_surplus(order.step, finished.group) for finished in ready]
+        chosen = context.buffer.choose(items, order.size, version=context.version, max_staleness=context.max_staleness)
+        taken = list(dict.fromkeys([*chosen, *range(len(ready))]))[: order.size]
+        self._ready = deque(finished for place, finished in enumerate(ready) if place not in taken)
+        return [ready[place].group for place in taken]
 
     async def _go_on(self, order: Order) -> None:
         news = await self._hear(order.context.record)
         if isinstance(news, Order):
             self._orders.append(news)
+        elif isinstance(news, Wanted):
+            news.order.wanted = True
         else:
             self._judge(order, news)
 
-    async def _hear(self, record: PoolRecord) -> asyncio.Task[SampleGroup] | Order:
+    async def _hear(self, record: PoolRecord) -> asyncio.Task[SampleGroup] | Order | Wanted:
         """The next news; in a replay, those that were the next then."""
         while True:
             due = [news for news in self._early if record.expected in (None, self._news_of(news))]
@@ -148,18 +171,20 @@ class GroupPool(Collector):
                 raise error
             self._early.append(news)
 
-    def _news_of(self, news: asyncio.Task[SampleGroup] | Order) -> News:
+    def _news_of(self, news: asyncio.Task[SampleGroup] | Order | Wanted) -> News:
         if isinstance(news, Order):
             return News(NewsKind.STEP, news.step)
+        if isinstance(news, Wanted):
+            return News(NewsKind.TAKE, news.order.step)
         return News(NewsKind.GROUP, self._running[news].item.prompt.group_index)
 
     def _admit(self, order: Order) -> None:
         """Starts as many groups as the steps under way, and over-sampling, leave room for."""
         config = order.context.config
         while self._orders and (room := self._room(config.wave - config.rollout_batch_size)) > 0:
-            items = order.context.buffer.get_samples(room)
+            items = order.context.take(room)
             if not items:
-                if not self._running:
+                if not self._running and len(self._ready) < order.size:
                     raise data_ended(order.step, len(self._ready), config)
                 return
             for item in items:
@@ -195,7 +220,8 @@ class GroupPool(Collector):
         order.refused.append((group, decision.reason))
         if goes_back(group, config):
             context.buffer.add_samples([member.item.as_returned(order.step)])
-        check_limit(order.refused, len(self._ready), order.step, config)
+        if len(self._ready) < order.size:
+            check_limit(order.refused, len(self._ready), order.step, config)
 
     def _accept(self, order: Order, finished: Finished) -> None:
         """Puts it beside those that wait for a step, unless it is too old for this one."""

@@ -1,7 +1,7 @@
 """The order in which a pool heard of things, written down; or, in a replay, kept to. And which requests reached an engine.
 
-What a pool does follows from what it hears and in which order: of steps that are wanted and of groups that have ended. When it
-gives everything back, which groups had ended, or waited for their rewards alone, matters too.
+What a pool does follows from what it hears and in which order: of steps that have begun, of the one that is next, and of groups
+that have ended. When it gives everything back, which groups had ended, or waited for their rewards alone, matters too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 class NewsKind(StrEnum):
     STEP = "step"
+    TAKE = "take"
+    """A step is the next to be trained."""
     GROUP = "group"
     GIVE_BACK = "give_back"
 

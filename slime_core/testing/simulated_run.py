@@ -17,7 +17,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.pop_first import PopFirstFilter
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.run import RunConfig
-from slime_core.contracts.filter import GroupFilter
+from slime_core.contracts.filter import BufferFilter, GroupFilter
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.source import DataSource
 from slime_core.evaluate import EvalTask, Evaluator
@@ -60,6 +60,7 @@ class Simulation:
     """The trained role."""
     update_weights_interval: int = 1
     filters: Sequence[GroupFilter] = ()
+    buffer_filter: BufferFilter = field(default_factory=PopFirstFilter)
     concurrency: int = 10**9
     eval_prompts: int = 0
     """Prompts of an evaluation set, which is run after every second step."""
@@ -96,7 +97,7 @@ class Simulation:
             folder=RunFolder(self.folder),
             num_rollout=self.num_rollout,
             tokenizer=cast("Any", NoText()),
-            buffer=DataBuffer(Numbers(), PopFirstFilter()),
+            buffer=DataBuffer(Numbers(), self.buffer_filter),
             collector=driver.build(driver.Config()),
             runner=self._runner(client, config, "train"),
             filters=self.filters,

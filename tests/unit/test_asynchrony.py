@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from slime_core.contracts.filter import FilterDecision, GroupFilter
+from slime_core.buffer.item import BufferItem
+from slime_core.buffer.pop_first import PopFirstFilter
+from slime_core.contracts.filter import BufferFilter, FilterDecision, GroupFilter, Versions
 from slime_core.contracts.tracker import Tracker
 from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted
 from slime_core.loop import Schedule, run_loop
@@ -145,6 +147,34 @@ def test_admission_is_bounded(tmp_path: Path, ahead: int, wave: int) -> None:
     run_fast(scene())
     assert most >= min(ahead + 3, 6) * 4
     require_whole(simulation)
+
+
+@pytest.mark.parametrize("mode", ["in turn", "one ahead", "fully asynchronous", "partial", "asynchronous and partial"])
+def test_a_trainer_that_stands_still_bounds_what_waits(tmp_path: Path, mode: str) -> None:
+    """Whatever is drawn from the data is in the buffer, under way, collected or trained: engines that are much faster than
+    the trainer draw no more than the steps under way take, and over-sampling, however long they wait."""
+    rollout = {"over_sampling_batch_size": 8, **MODES[mode]}
+    simulation = simulate(
+        tmp_path,
+        steps=12,
+        train_s=1000.0,
+        save_interval=5,
+        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=answer_length)],
+        rollout=rollout,
+    )
+    session = simulation.session()
+    held = []
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(session))
+        while not loop.done():
+            await asyncio.sleep(7)
+            held.append(session.buffer.source.state()["next"] - 4 * session.state.version)
+        await loop
+
+    run_fast(scene())
+    assert len(held) > 1000
+    assert max(held) <= 4 * (rollout.get("ahead", 0) + 1) + rollout["over_sampling_batch_size"] - 4
 
 
 def test_weights_every_second_step(tmp_path: Path) -> None:
@@ -462,11 +492,51 @@ def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: st
     assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
 
 
+class NewestPrompts(BufferFilter):
+    """What was drawn last goes first."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, Versions]] = []
+
+    def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
+        self.asked.append((len(items), num_groups, versions))
+        assert versions.oldest == tuple(item.oldest_version for item in items)
+        newest = sorted(range(len(items)), key=lambda place: -items[place].prompt.group_index)
+        # It need not choose them all.
+        return newest[: min(num_groups, 3)]
+
+
+def test_a_buffer_filter_chooses_among_finished_groups_too(tmp_path: Path) -> None:
+    """Training takes longer than generation, so that all the steps under way have finished when the next one is taken."""
+    chosen = NewestPrompts()
+    simulation = simulate(tmp_path, train_s=300.0, rollout={"ahead": 2, "max_staleness": 9}, buffer_filter=chosen)
+    session = simulation.session()
+    run_fast(run_loop(session))
+    assert [(versions.trained, versions.max_staleness) for *_, versions in chosen.asked] == [(n, 9) for n in range(6)]
+    # The first step is taken as soon as it can be; then there are always two, of which the last has no other behind it.
+    assert [(there, wanted) for there, wanted, _ in chosen.asked] == [(4, 4), *[(8, 4)] * 4, (4, 4)]
+    assert chosen.asked[2][2].oldest == (0,) * 4 + (1,) * 4
+    # The three newest, and of the others the one that finished first: 0, 3, 6 … are long.
+    numbers = [[group.group_index for group in groups] for _, groups in simulation.trained]
+    assert numbers == [[1, 2, 4, 5], [7, 9, 10, 11], [8, 13, 14, 15], [0, 17, 18, 19], [3, 21, 22, 23], [6, 12, 16, 20]]
+    require_whole(simulation)
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
+
+
+@pytest.mark.parametrize("buffer_filter", [PopFirstFilter, NewestPrompts])
 @pytest.mark.parametrize("mode", ["fully asynchronous", "partial", "asynchronous and partial"])
-def test_a_recorded_order_is_kept_to_however_long_things_take(tmp_path: Path, mode: str) -> None:
+def test_a_recorded_order_is_kept_to_however_long_things_take(
+    tmp_path: Path, mode: str, buffer_filter: Callable[[], BufferFilter]
+) -> None:
     def batches(name: str, script: Sequence[News], **changes: Any) -> tuple[list[list[int]], list[News]]:
         simulation = simulate(
-            tmp_path / name, steps=9, save_interval=3, rollout=MODES[mode] | {"max_staleness": 99}, **changes
+            tmp_path / name,
+            steps=9,
+            save_interval=3,
+            rollout=MODES[mode] | {"max_staleness": 99},
+            buffer_filter=buffer_filter(),
+            **changes,
         )
         session = simulation.session()
         session.record = PoolRecord(script)

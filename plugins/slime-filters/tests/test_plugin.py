@@ -16,6 +16,7 @@ KINDS = {
     "overlong_filter": (FilterDriver, GroupFilter, {}),
     "priority": (BufferFilterDriver, BufferFilter, {}),
     "fresh_first": (BufferFilterDriver, BufferFilter, {}),
+    "oldest_first": (BufferFilterDriver, BufferFilter, {"max_behind": 2}),
 }
 
 

@@ -12,7 +12,7 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.buffer.plugin import Files, PopFirst
 from slime_core.buffer.render import PromptRenderer
-from slime_core.contracts.filter import BufferFilter
+from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.errors import CheckpointError, PluginError
 from slime_core.types import Prompt, Sample, Status, VersionSpan
 
@@ -21,7 +21,8 @@ class Choose(BufferFilter):
     def __init__(self, *places: int) -> None:
         self.places = list(places)
 
-    def select(self, items: Sequence[BufferItem], num_groups: int) -> list[int]:
+    def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
+        self.versions = versions
         return self.places
 
 

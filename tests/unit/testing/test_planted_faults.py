@@ -111,6 +111,8 @@ FAULTS: dict[str, dict[str, set[str]]] = {
     },
     "buffer_filters": {
         "takes_first": set(),
+        "oldest_last": set(),
+        "takes_turns": {"chooses_the_same_twice"},
         "takes_too_many": {"chooses_positions_that_are_there"},
         "takes_any": {"chooses_the_same_twice"},
         "marks_items": {"items_are_left_alone"},

@@ -44,7 +44,7 @@ class ConversationGroups(Collector):
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         """RolloutError if the data has ended; DataError names a row that has no answer."""
         wanted = context.config.rollout_batch_size
-        items = context.buffer.get_samples(wanted)
+        items = context.take(wanted)
         if len(items) < wanted:
             context.buffer.add_samples([item.as_returned(step) for item in items])
             raise RolloutError(f"step {step}: the data has ended: {len(items)} rows are left, and {wanted} are wanted.")

@@ -68,6 +68,11 @@ class PriorityConfig(DriverConfig):
     """Priority of prompts without that entry; by default their lack of it is an error."""
 
 
+class OldestFirstConfig(DriverConfig):
+    max_behind: int | None = Field(None, ge=0)
+    """Versions that an item may be behind to go first; by default the run's max_staleness."""
+
+
 class NonzeroStd(FilterDriver):
     """Drops groups whose samples all earned the same reward: their advantages are zero (DAPO's dynamic sampling)."""
 
@@ -158,3 +163,19 @@ class FreshFirst(BufferFilterDriver):
         from slime_filters.fresh_first import FreshFirstFilter
 
         return FreshFirstFilter()
+
+
+class OldestFirst(BufferFilterDriver):
+    """Takes what will soon be too old, so that as little as possible is thrown away."""
+
+    Config = OldestFirstConfig
+
+    @classmethod
+    def build(cls, config: OldestFirstConfig) -> BufferFilter:
+        from slime_filters.oldest_first import OldestFirstFilter
+
+        return OldestFirstFilter(max_behind=config.max_behind)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [FilterExample(), FilterExample(options={"max_behind": 1})]

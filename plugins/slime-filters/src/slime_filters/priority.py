@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime_core.contracts.filter import BufferFilter
+from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class PriorityFilter(BufferFilter):
     key: str
     default: float | None
 
-    def select(self, items: Sequence[BufferItem], num_groups: int) -> list[int]:
+    def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
         """DataError for a prompt without a usable priority."""
         priorities = [self._priority(item.prompt) for item in items]
         # Sorting is stable, so position breaks ties.

@@ -77,15 +77,35 @@ class TakesFirst(FaultyBufferFilter):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(items, num_groups):
+    def answer(items, num_groups, versions):
         return list(range(min(num_groups, len(items))))
+
+
+class OldestLast(FaultyBufferFilter):
+    """Nothing is wrong with it."""
+
+    @staticmethod
+    def answer(items, num_groups, versions):
+        oldest = [versions.trained if version is None else version for version in versions.oldest]
+        return sorted(range(len(items)), key=lambda place: -oldest[place])[:num_groups]
+
+
+class TakesTurns(FaultyBufferFilter):
+    """Remembers how often it was asked."""
+
+    asked = 0
+
+    @classmethod
+    def answer(cls, items, num_groups, versions):
+        cls.asked += 1
+        return [(place + cls.asked) % len(items) for place in range(min(num_groups, len(items)))]
 
 
 class TakesTooMany(FaultyBufferFilter):
     """Does not count."""
 
     @staticmethod
-    def answer(items, num_groups):
+    def answer(items, num_groups, versions):
         return list(range(len(items)))
 
 
@@ -93,7 +113,7 @@ class TakesAny(FaultyBufferFilter):
     """Draws lots."""
 
     @staticmethod
-    def answer(items, num_groups):
+    def answer(items, num_groups, versions):
         return random.sample(range(len(items)), min(num_groups, len(items)))
 
 
@@ -101,10 +121,10 @@ class MarksItems(FaultyBufferFilter):
     """Leaves a note in the metadata."""
 
     @staticmethod
-    def answer(items, num_groups):
+    def answer(items, num_groups, versions):
         for item in items[:1]:
             item.prompt.metadata["seen"] = True
-        return TakesFirst.answer(items, num_groups)
+        return TakesFirst.answer(items, num_groups, versions)
 
 
 class Length(FaultyReward):
