@@ -18,6 +18,7 @@ from slime_core.hookspecs import (
     EngineRecovered,
     EngineRestarted,
     Event,
+    LoopHeld,
     PublishEnd,
     RunEnd,
     RunStart,
@@ -105,6 +106,10 @@ class EventLog:
             will_retry=event.will_retry,
             error=told(event.error),
         )
+
+    @hookimpl
+    def loop_held(self, event: LoopHeld) -> None:
+        self._write(event, "loop_held", seconds=round(event.seconds, 3), where=event.where)
 
     def _write(self, event: Event, name: str, **told: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -23,6 +23,7 @@ from slime_core.hookspecs import (
     EvalDone,
     GroupsFinished,
     HookSpecs,
+    LoopHeld,
     PublishEnd,
     PublishStart,
     RolloutEnd,
@@ -135,6 +136,9 @@ class Hooks:
 
     def sample_failed(self, event: SampleFailed) -> None:
         self._tell("sample_failed", event)
+
+    def loop_held(self, event: LoopHeld) -> None:
+        self._tell("loop_held", event)
 
     def _tell(self, hook: str, event: object) -> None:
         for name, call in self._listeners[hook]:

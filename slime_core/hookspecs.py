@@ -195,6 +195,15 @@ class SampleFailed(Event):
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopHeld(Event):
+    """Something did not await, and nothing else of the run went on meanwhile. Told when it is over."""
+
+    seconds: float
+    where: str
+    """`file:line function > ...`, the innermost last."""
+
+
 class HookSpecs:
     """The hooks. Each takes one event; what an observer returns is ignored."""
 
@@ -242,6 +251,9 @@ class HookSpecs:
 
     @hookspec
     def sample_failed(self, event: SampleFailed) -> None: ...
+
+    @hookspec
+    def loop_held(self, event: LoopHeld) -> None: ...
 
 
 HOOK_NAMES: Final = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))

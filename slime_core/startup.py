@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tomlkit
 
@@ -29,13 +29,14 @@ from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
 from slime_core.heap import settled_heap
 from slime_core.hooks import Hooks
-from slime_core.hookspecs import BatchReady, Run, RunEnd, RunStart, SampleFailed
+from slime_core.hookspecs import BatchReady, LoopHeld, Run, RunEnd, RunStart, SampleFailed
 from slime_core.launch.choose import build_launcher, choose_device
 from slime_core.launch.devices import Devices
 from slime_core.launch.launcher import Launcher
 from slime_core.launch.residency import Residency
 from slime_core.launch.trainers import Trainers
 from slime_core.learner import Learner, LearnerPlan
+from slime_core.loop_watch import LoopWatch
 from slime_core.manifest import build_manifest, replay_identity
 from slime_core.materials import Materials, NoSource
 from slime_core.roles import start_roles
@@ -54,6 +55,9 @@ from slime_core.supervision import supervisors
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
+
+LOOP_HELD_S: Final = 30.0
+"""So long a run stands still before it is told who holds its loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,11 @@ async def start(
             )
         )
         stack.enter_context(settled_heap())
+        stack.enter_context(
+            LoopWatch(
+                LOOP_HELD_S, lambda seconds, where: hooks.loop_held(LoopHeld(run=event, seconds=seconds, where=where))
+            )
+        )
         if config.rollout.use_fault_tolerance:
             for supervisor in supervisors(session, launcher):
                 await stack.enter_async_context(supervisor)

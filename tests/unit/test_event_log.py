@@ -12,6 +12,7 @@ from slime_core.hookspecs import (
     EngineLost,
     EngineRecovered,
     EngineRestarted,
+    LoopHeld,
     PublishEnd,
     Run,
     RunEnd,
@@ -39,10 +40,11 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
     hooks.sample_failed(
         SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
     )
+    hooks.loop_held(LoopHeld(run=run, seconds=31.25, where="paced.py:9 paced"))
     hooks.run_end(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines.pop(0) == {"event": "of an attempt before"}
-    assert [line.pop("attempt") for line in lines] == [2] * 7
+    assert [line.pop("attempt") for line in lines] == [2] * 8
     times = [line.pop("time") for line in lines]
     assert times == sorted(times)
     assert lines == [
@@ -52,6 +54,7 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
         {"event": "engine_recovered", "rollout_id": 4, "engine": 1, "version": 4, "seconds": 3.5},
         {"event": "weights_compared", "version": 4, "compared_with": "engines"},
         {"event": "sample_failed", "group": 7, "sample": 29, "tries": 2, "will_retry": False, "error": "ValueError: no"},
+        {"event": "loop_held", "seconds": 31.25, "where": "paced.py:9 paced"},
         {"event": "run_end", "rollout_id": 5, "version": 5, "error": None},
     ]  # fmt: skip
 

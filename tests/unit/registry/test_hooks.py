@@ -47,7 +47,7 @@ class Recorder:
 
 
 def test_every_hook_has_a_spec_an_event_and_a_method_of_the_facade():
-    assert len(HOOK_NAMES) == 15
+    assert len(HOOK_NAMES) == 16
     for name in HOOK_NAMES:
         spec, method = inspect.signature(getattr(HookSpecs, name)), inspect.signature(getattr(Hooks, name))
         assert list(spec.parameters) == ["self", "event"]
