@@ -1,4 +1,4 @@
-"""RankServer: the process of `ranks_script`, started once for all backends and layouts."""
+"""RankServer: a process that forks ranks, such as that of `ranks_script`, started once for all backends and layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from slime_core.testing import ranks_script
@@ -18,17 +18,22 @@ TIMEOUT_S: Final = 300.0
 
 
 class RankServer:
-    def __init__(self) -> None:
+    def __init__(
+        self, command: Sequence[str] = (sys.executable, "-m", ranks_script.__name__), *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """`command`: of a script that calls `ranks_script.serve`."""
+        self._command = command
+        self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
         self._said = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed with the server
 
     def run(self, told: Mapping[str, Any]) -> None:
-        """One step of `told["world_size"]` ranks. AssertionError with what they said if one fails."""
+        """What the script makes of this. AssertionError with what the ranks said if one fails."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
         self._said.truncate(0)
-        timer = threading.Timer(TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(self._timeout_s, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         try:
             process.stdin.write(json.dumps(told) + "\n")
@@ -39,7 +44,7 @@ class RankServer:
         answer = json.loads(line) if line else "their parent has ended"
         if answer != ranks_script.OK:
             self._said.seek(0)
-            raise AssertionError(f"{told['world_size']} ranks failed:\n{(self._said.read() + answer)[-4000:]}")
+            raise AssertionError(f"the ranks failed:\n{(self._said.read() + answer)[-4000:]}")
 
     def close(self) -> None:
         self._end()
@@ -49,7 +54,7 @@ class RankServer:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", ranks_script.__name__],
+                self._command,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

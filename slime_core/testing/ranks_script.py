@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,13 +58,14 @@ def step(told: dict[str, Any]) -> None:
     start(run_rank, (part, told), nprocs=told["world_size"], start_method="fork")
 
 
-def main() -> None:
+def serve(work: Callable[[dict[str, Any]], None]) -> None:
+    """Does it for each object on standard input, until that ends."""
     # Whatever backends print goes with their errors.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            step(json.loads(line))
+            work(json.loads(line))
             answer = OK
         except Exception:  # noqa: BLE001 - an author's code: the test of this case tells of it, the others go on
             answer = traceback.format_exc()
@@ -71,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(step)
