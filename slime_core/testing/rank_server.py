@@ -25,14 +25,16 @@ class RankServer:
         self._command = command
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
-        self._said = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed with the server
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
 
     def run(self, told: Mapping[str, Any]) -> None:
         """What the script makes of this. AssertionError with what the ranks said if one fails."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        self._said.truncate(0)
+        # The process writes where this file stands.
+        self._said.seek(0)
+        self._said.truncate()
         timer = threading.Timer(self._timeout_s, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         try:
@@ -41,7 +43,7 @@ class RankServer:
             line = process.stdout.readline()
         finally:
             timer.cancel()
-        answer = json.loads(line) if line else "their parent has ended"
+        answer = json.loads(line) if line else f"their parent ended with {process.wait()}"
         if answer != ranks_script.OK:
             self._said.seek(0)
             raise AssertionError(f"the ranks failed:\n{(self._said.read() + answer)[-4000:]}")
