@@ -47,20 +47,20 @@ SGLANG := aiohttp apache-tvm-ffi cffi compressed-tensors distro einops fastapi g
 demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
-# pytest-xdist's own order, files with most tests first, leaves the long runs of few tests for the end and one core idle.
+# In the order of conftest.py: pytest-xdist's own, files with most tests first, leaves long runs of few tests for the end.
 FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lint and types meanwhile.
 	$(MAKE) --jobs 3 lint types suites
 
 suites: .venv/.test
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/unit/testing/test_planted_faults.py tests/integration/test_whole_run.py tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
-	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron $(addprefix plugins/slime-megatron/tests/,test_layouts.py test_checkpoints.py test_prediction.py test_routing_replay.py test_conversion.py test_whole_run.py test_contract.py) plugins/slime-megatron/tests -m megatron
+	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"
