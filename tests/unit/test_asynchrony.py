@@ -211,9 +211,8 @@ def test_whoever_learns_from_rejected_groups_sees_each_once(tmp_path: Path, ahea
             told.extend(rejected.group.group_index for rejected in event.rejected)
             told.extend(group.group_index for group in event.accepted)
 
-    simulation = simulate(
-        tmp_path, steps=6, filters=[Odd()], save_interval=1, rollout={"ahead": ahead, "partial_rollout": True}
-    )
+    rollout = {"ahead": ahead, "partial_rollout": True}
+    simulation = simulate(tmp_path, steps=6, train_s=32.0, filters=[Odd()], save_interval=1, rollout=rollout)
     session = simulation.session()
     session.hooks = Hooks({"told/module": Told()})
     run_fast(run_loop(session))
