@@ -1,7 +1,7 @@
 """A stop string that an answer had begun to write when it was broken off.
 
-Engines look for stop strings in what they write themselves. Whoever goes on with such an answer would write the rest of the stop
-string, which the engine does not know, and beyond it.
+Engines look for stop strings in what they write themselves. Whoever goes on with such an answer would write the rest of the
+stop string, which its engine does not know for one, and beyond it.
 """
 
 from __future__ import annotations
