@@ -11,6 +11,7 @@ LONGEST_FIRST = (
     "tests/integration/test_whole_run.py",
     "tests/unit/testing/test_shipped_plugins.py",
     "tests/unit/testing/test_kit.py",
+    "tests/integration/test_critic.py",
     "tests/integration/test_ray_launcher.py",
     "tests/integration/test_bad_input.py",
     "tests/integration/test_middlewares.py",

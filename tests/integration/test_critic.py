@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from conftest import TinyRun
 
-pytestmark = pytest.mark.runs
-
 WARM_UP = 2
 STEPS = 4
 # Both roles' rates fall from their first step to their last, and the warm-up is the critic's alone.

@@ -11,8 +11,6 @@ from safetensors.numpy import load_file
 
 from slime_core.buffer.train_data import read_train_data, train_data_file
 
-pytestmark = pytest.mark.runs
-
 ONE_STEP = ("--num-rollout", "2", "--save-hf", "--save-interval", "none")
 
 
