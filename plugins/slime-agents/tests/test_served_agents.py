@@ -19,6 +19,7 @@ from slime_agents.served.generator import ServedAgent
 from slime_core.errors import EngineError, PluginError
 from slime_core.new_model import character_tokenizer
 from slime_core.plugin_file import PluginFile
+from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Status, VersionSpan
 
 # In the form of the Hermes and Qwen families.
@@ -44,11 +45,11 @@ class Chat(Speaker):
     tokenizer = CHAT
 
 
-def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, **options):
+def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, speaker=Speaker, **options):
     """The samples of an agent that is an async function, and the engine that it spoke with."""
 
     async def scene():
-        engine = Speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
+        engine = speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
         generator = ServedAgent(FunctionAgent(function), AgentConfig(**(config or {})))
         try:
             return await generator.generate(episode_with(engine, tokenizer=tokenizer, **options)), engine
@@ -403,6 +404,42 @@ def test_a_partial_rollout_is_told_again_and_gone_on_with():
         np.testing.assert_array_equal(sample.rollout_log_probs[:length][trained], kept.rollout_log_probs[trained])
         assert sample.spans[0].version == 1
         assert sum(len(c.token_ids) for c in engine.completions) == int(whole.loss_mask[length:].sum())
+
+
+@pytest.mark.parametrize(
+    ("calls", "runs"),
+    [({"stop": ["lo"]}, {}), ({}, {"stop": ("lo",)}), ({}, {"stop_token_ids": (CHAT.convert_tokens_to_ids("o"),)})],
+)
+def test_an_answer_that_was_stopped_is_not_gone_on_with(calls, runs):
+    async def two(task):
+        first = await ask(task, user("hi"), **calls)
+        await ask(task, user("hi"), {"role": "assistant", "content": first.content}, user("on"), **calls)
+
+    def reply(text):
+        begun = text.rpartition("<s>assistant\n")[2]
+        return "hello, and more".removeprefix(begun) if "hello, and more".startswith(begun) else "beyond"
+
+    class Stopping(Speaker):
+        def script(self, request):
+            tokens, reason = super().script(request)
+            ends = np.flatnonzero(np.isin(tokens, request.sampling.stop_token_ids))
+            return tokens[: ends[0] + 1] if len(ends) else tokens, reason
+
+    sampling = SamplingParams(max_new_tokens=400, **runs)
+    [whole], _ = play(two, reply, sampling=sampling, speaker=Stopping)
+    assert pieces(whole)[0] == (1, "hello")
+    # Broken off while the agent was busy with its first answer, and in the middle of that.
+    for length in (len("hello"), len("hel")):
+        kept = replace(
+            whole,
+            tokens=whole.tokens[: whole.prompt_length + length],
+            loss_mask=whole.loss_mask[:length],
+            rollout_log_probs=whole.rollout_log_probs[:length],
+            spans=(VersionSpan(1, 0, length),),
+            status=Status.ABORTED,
+        )
+        [sample], _ = play(two, reply, sampling=sampling, speaker=Stopping, kept=kept)
+        assert pieces(sample) == pieces(whole), length
 
 
 def tail(text):
