@@ -16,6 +16,7 @@ from agents_speaker import Speaker, episode_with
 from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
 from slime_agents.served.agents import Agent, AgentFailed, Earned, FunctionAgent
 from slime_agents.served.generator import ServedAgent
+from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
 from slime_core.new_model import character_tokenizer
 from slime_core.plugin_file import PluginFile
@@ -480,6 +481,19 @@ def test_threads_have_conversations_and_rewards_of_their_own():
     assert [sample.credit_key for sample in samples] == [-7, -8]
     with pytest.raises(AgentFailed, match=r"it had not ended within 0\.01 s, and has no reward"):
         asyncio.run(scene(Pair(), timeout_s=0.01))
+
+
+async def test_a_thread_that_is_named_too_late_is_nobodys():
+    server = AgentServer()
+    key = await server.open(None)
+    server.drop(key)
+    server.name_thread(key, "late")
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as opened:
+        with pytest.raises(openai.AuthenticationError, match="its episode has ended"):
+            await opened.chat.completions.create(
+                model="m", messages=[user("hi")], extra_headers={"X-Session-ID": "late"}
+            )
+    await server.close()
 
 
 def test_a_command_is_an_agent(tmp_path, monkeypatch):
