@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,8 +180,7 @@ def test_a_lost_server_is_told_and_replaced(interpreter: Interpreter) -> None:
         while True:
             await asyncio.sleep(0.05)
             server = interpreter._server
-            assert server is not None
-            if server._asked:
+            if server is not None and server._asked:
                 break
         os.killpg(server._process.pid, signal.SIGKILL)
         return await waiting, await interpreter.run("print(7)")
@@ -188,6 +188,28 @@ def test_a_lost_server_is_told_and_replaced(interpreter: Interpreter) -> None:
     lost, after = asyncio.run(scene())
     assert (lost.outcome, lost.reason) == (Outcome.INFRA, "the sandbox's fork server died")
     assert (after.outcome, after.out) == (Outcome.OK, "7\n")
+
+
+def test_a_server_that_is_gone_or_silent_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_agents.sandbox.interpreter.SILENCE_S", 0.1)
+    interpreter = Interpreter(SandboxConfig(wall_s=0.4, workers=1))
+
+    async def scene() -> tuple[Execution, Execution, dict[str, Any]]:
+        await interpreter.start()
+        server = interpreter._server
+        assert server is not None
+        os.killpg(server._process.pid, signal.SIGSTOP)
+        silent = await asyncio.wait_for(interpreter.run("print(1)"), 20)
+        monkeypatch.undo()
+        after = await interpreter.run("print(7)")
+        # Lost between the look at it and the question.
+        return silent, after, await asyncio.wait_for(server.ask("print(2)"), 20)
+
+    silent, after, gone = asyncio.run(scene())
+    assert (silent.outcome, silent.reason) == (Outcome.INFRA, "the sandbox's fork server has been silent for 0.5 s")
+    assert (after.outcome, after.out) == (Outcome.OK, "7\n")
+    assert gone == {"cause": "infra", "told": "the sandbox's fork server died"}
+    interpreter.close()
 
 
 def test_who_leaves_takes_the_job_along(interpreter: Interpreter) -> None:

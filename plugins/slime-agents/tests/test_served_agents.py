@@ -16,9 +16,11 @@ from agents_speaker import Speaker, episode_with
 from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
 from slime_agents.served.agents import Agent, AgentFailed, Earned, FunctionAgent
 from slime_agents.served.generator import ServedAgent
+from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
 from slime_core.new_model import character_tokenizer
 from slime_core.plugin_file import PluginFile
+from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Status, VersionSpan
 
 # In the form of the Hermes and Qwen families.
@@ -44,11 +46,11 @@ class Chat(Speaker):
     tokenizer = CHAT
 
 
-def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, **options):
+def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, speaker=Speaker, **options):
     """The samples of an agent that is an async function, and the engine that it spoke with."""
 
     async def scene():
-        engine = Speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
+        engine = speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
         generator = ServedAgent(FunctionAgent(function), AgentConfig(**(config or {})))
         try:
             return await generator.generate(episode_with(engine, tokenizer=tokenizer, **options)), engine
@@ -405,6 +407,42 @@ def test_a_partial_rollout_is_told_again_and_gone_on_with():
         assert sum(len(c.token_ids) for c in engine.completions) == int(whole.loss_mask[length:].sum())
 
 
+@pytest.mark.parametrize(
+    ("calls", "runs"),
+    [({"stop": ["lo"]}, {}), ({}, {"stop": ("lo",)}), ({}, {"stop_token_ids": (CHAT.convert_tokens_to_ids("o"),)})],
+)
+def test_an_answer_that_was_stopped_is_not_gone_on_with(calls, runs):
+    async def two(task):
+        first = await ask(task, user("hi"), **calls)
+        await ask(task, user("hi"), {"role": "assistant", "content": first.content}, user("on"), **calls)
+
+    def reply(text):
+        begun = text.rpartition("<s>assistant\n")[2]
+        return "hello, and more".removeprefix(begun) if "hello, and more".startswith(begun) else "beyond"
+
+    class Stopping(Speaker):
+        def script(self, request):
+            tokens, reason = super().script(request)
+            ends = np.flatnonzero(np.isin(tokens, request.sampling.stop_token_ids))
+            return tokens[: ends[0] + 1] if len(ends) else tokens, reason
+
+    sampling = SamplingParams(max_new_tokens=400, **runs)
+    [whole], _ = play(two, reply, sampling=sampling, speaker=Stopping)
+    assert pieces(whole)[0] == (1, "hello")
+    # Broken off while the agent was busy with its first answer, and in the middle of that.
+    for length in (len("hello"), len("hel")):
+        kept = replace(
+            whole,
+            tokens=whole.tokens[: whole.prompt_length + length],
+            loss_mask=whole.loss_mask[:length],
+            rollout_log_probs=whole.rollout_log_probs[:length],
+            spans=(VersionSpan(1, 0, length),),
+            status=Status.ABORTED,
+        )
+        [sample], _ = play(two, reply, sampling=sampling, speaker=Stopping, kept=kept)
+        assert pieces(sample) == pieces(whole), length
+
+
 def tail(text):
     """What is missing of the answer that a text ends with."""
     begun = text.rpartition("<s>assistant\n")[2]
@@ -443,6 +481,19 @@ def test_threads_have_conversations_and_rewards_of_their_own():
     assert [sample.credit_key for sample in samples] == [-7, -8]
     with pytest.raises(AgentFailed, match=r"it had not ended within 0\.01 s, and has no reward"):
         asyncio.run(scene(Pair(), timeout_s=0.01))
+
+
+async def test_a_thread_that_is_named_too_late_is_nobodys():
+    server = AgentServer()
+    key = await server.open(None)
+    server.drop(key)
+    server.name_thread(key, "late")
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as opened:
+        with pytest.raises(openai.AuthenticationError, match="its episode has ended"):
+            await opened.chat.completions.create(
+                model="m", messages=[user("hi")], extra_headers={"X-Session-ID": "late"}
+            )
+    await server.close()
 
 
 def test_a_command_is_an_agent(tmp_path, monkeypatch):

@@ -208,6 +208,29 @@ async def test_who_pushes_first_counts(tmp_path):
         assert (s.board.num_waiting, s.board.num_leased) == (0, 0)
 
 
+@pytest.mark.parametrize(("late", "version"), [(True, 3), (False, 7)])
+async def test_tokens_are_those_of_the_policy_that_their_agent_had(tmp_path, late, version):
+    clock, trained = Clock(), [range(2, 4), range(2, 8)]
+    async with service(tmp_path, clock=clock, lease_s=10) as s:
+        task = s.ask(versions=trained[0])
+        s.ask(number=4)
+        await asyncio.sleep(0)
+        # One that nobody was given yet, such as that of a run before this one.
+        assert (await s.push("train-12", **RESPONSE))[1]["code"] == "stale"
+        (given,) = await s.take()
+        s.board.find(given["ticket"]).episode._versions = lambda: trained[1]
+        clock.now = 10.0
+        _, again = await s.take(2)
+        assert (given["version"], again["version"]) == (3, 7)
+        tickets = [given["ticket"], again["ticket"]] if late else [again["ticket"], given["ticket"]]
+        assert (await s.push(tickets[0], **RESPONSE))[0] == 200
+        (sample,) = await task
+        status, result = await s.push(tickets[1], **RESPONSE)
+        assert (status, result["code"]) == (409, "ticket_ended")
+        assert s.board.num_leased == 1
+    assert {span.version for span in sample.spans} == {version}
+
+
 async def test_agents_that_hold_too_many_are_told_to_wait(tmp_path):
     async with service(tmp_path, max_leased=2) as s:
         for number in range(3):

@@ -163,6 +163,27 @@ async def test_abort_request_reaches_every_upstream(route, engines):
     assert [engine.aborts for engine in engines] == [[{"abort_all": True}]] * 2
 
 
+@pytest.mark.parametrize("asked", [{"rid": "waits"}, {"abort_all": True}])
+async def test_abort_request_ends_what_waits_in_a_middleware(route, engine, asked):
+    engine.hold.clear()
+    async with route(engine, middlewares=['{ name = "priority", concurrency = 1 }']) as router:
+        first = asyncio.create_task(router.generate({"rid": "first", **ASKED}))
+        await eventually(lambda: engine.seen)
+        waits = asyncio.create_task(router.generate({"rid": "waits", **ASKED}))
+        gauge = 'slime_router_middleware{counter="waiting",middleware="priority",place="0"}'
+        while await router.counter(gauge) != 1:  # noqa: ASYNC110 - it has no event for it
+            await asyncio.sleep(0.005)
+        assert (await router.post(asked, path="/abort_request"))[0] == 200
+        answer = await asyncio.wait_for(waits, 10)
+        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]) == ([], {"type": "abort"})
+        # What is at an engine is for that to end.
+        assert not first.done()
+        engine.hold.set()
+        assert (await first)["output_ids"] == [1, 2, 9]
+        assert (await router.post("x", path="/abort_request"))[0] == 422
+    assert [one["rid"] for one in engine.seen] == ["first"]
+
+
 async def test_a_late_answer_is_an_error_and_aborted(route, engine):
     engine.hold.clear()
     async with route(engine, timeout_s=0.2) as router:

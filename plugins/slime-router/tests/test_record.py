@@ -8,8 +8,10 @@ from router_script import answer, request
 
 from slime_core.errors import DataError, EngineError, StorageError
 from slime_core.types.completion import FinishReason, SamplingParams
+from slime_core.types.image import Image
 from slime_core.types.sample import VersionSpan
 from slime_router.plugin import Record
+from slime_router.requests import parse
 
 
 def recorder(path):
@@ -89,12 +91,29 @@ async def test_what_was_asked_twice_is_answered_in_order_and_then_no_more(tmp_pa
 
 @pytest.mark.parametrize(
     "change", [{"seed": 1}, {"routed_experts_from": 1}, {"token_ids": np.array([1, 3], np.int32)}, {"text": "t"},
+               {"images": (Image(data=b"a cat"),)},
                {"sampling": SamplingParams(max_new_tokens=8, temperature=0.5)}]
 )  # fmt: skip
 async def test_another_question_has_another_answer(tmp_path, change):
     await recorder(tmp_path / "a")(request(), script(answer))
     with pytest.raises(DataError):
         await replayer(tmp_path / "a")(request(**change), nobody)
+
+
+async def test_requests_over_http_differ_in_all_that_they_ask(tmp_path):
+    def asked(name, **more):
+        params = {"max_new_tokens": 4, "n": 1, **more.pop("params", {})}
+        body = {"rid": name, "text": "what?", "sampling_params": params, "lora_path": None, **more}
+        return parse(json.dumps(body).encode(), session_id=None, read_tokens=True).requests[0]
+
+    ways = [{}, {"image_data": ["aGk="]}, {"image_data": ["aGl="]}, {"lora_path": "x"}, {"params": {"regex": "a+"}}]
+    record = recorder(tmp_path / "a")
+    for number, way in enumerate(ways):
+        await record(asked("a", **way), script(lambda one, n=number: answer(one, [n])))
+    replay = replayer(tmp_path / "a")
+    for number, way in reversed(list(enumerate(ways))):
+        again = asked("b", **way, stream=True, priority=3)
+        assert (await replay(again, nobody)).token_ids.tolist() == [number]
 
 
 async def test_a_failure_is_not_recorded_and_a_start_adds(tmp_path):

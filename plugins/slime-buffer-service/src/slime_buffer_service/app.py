@@ -82,7 +82,7 @@ class BufferApp:
         shown = {
             "ticket": ticket.name,
             "evaluation": episode.evaluation,
-            "version": ticket.version,
+            "version": ticket.versions[ticket.name],
             "prompt": prompt.text,
             "prompt_token_ids": prompt.token_ids.tolist(),
             "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],

@@ -25,14 +25,15 @@ class Ticket:
     """One answer that is asked for."""
 
     name: str
+    """The one under which it was given out last."""
     episode: Episode
     answer: asyncio.Future[Sample]
     room: int
     """Tokens that the response may still have."""
     kept: Sample | None
     """What a partial rollout left; the answer goes on from there."""
-    version: int = -1
-    """Of the policy when it was given out last."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of the policy when it was given out, by the name that it then had: a new one if the policy had changed since."""
     taken_at: float | None = None
     """None: it waits on the board."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,13 +63,9 @@ class Board:
 
     def post(self, name: str, episode: Episode, *, room: int, kept: Sample | None) -> Ticket:
         """A name that is on the board already gets a number behind it (evaluation sets count their answers from 0 each)."""
-        number, free = 1, name
-        while free in self._open:
-            number, free = number + 1, f"{name}.{number + 1}"
         loop = asyncio.get_running_loop()
-        ticket = Ticket(name=free, episode=episode, answer=loop.create_future(), room=room, kept=kept)
-        self._open[free] = ticket
-        self._ended.pop(free, None)
+        ticket = Ticket(name="", episode=episode, answer=loop.create_future(), room=room, kept=kept)
+        self._name(ticket, name)
         self._waiting.append(ticket)
         self._came.set()
         return ticket
@@ -104,17 +101,30 @@ class Board:
         """Nobody can answer it any more. Ending it twice does nothing."""
         if self._open.get(ticket.name) is not ticket:
             return
-        del self._open[ticket.name]
         self._leased.pop(ticket.name, None)
         if ticket in self._waiting:
             self._waiting.remove(ticket)
-        self._ended[ticket.name] = reason
+        for name in {ticket.name, *ticket.versions}:
+            del self._open[name]
+            self._ended[name] = reason
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         self._came.set()
 
+    def _name(self, ticket: Ticket, name: str) -> None:
+        number, free = 1, name
+        while free in self._open:
+            number, free = number + 1, f"{name}.{number + 1}"
+        ticket.name = free
+        self._open[free] = ticket
+        self._ended.pop(free, None)
+
     def _lease(self, ticket: Ticket) -> Ticket:
-        ticket.version = ticket.episode.versions[-1]
+        version = ticket.episode.versions[-1]
+        if ticket.versions.get(ticket.name, version) != version:
+            # Whoever had it before may answer yet, with the policy of then.
+            self._name(ticket, next(iter(ticket.versions)))
+        ticket.versions[ticket.name] = version
         ticket.taken_at = self._clock()
         ticket.taken.set()
         self._leased[ticket.name] = ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.sample import Sample, Status, VersionSpan
 
 FINISH = {"completed": FinishReason.STOP, "truncated": FinishReason.LENGTH}
+UNKNOWN: Final = -1
+"""Version of a ticket that this run has not given out: older than any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def spans_of(pushed: Trajectory, mask: list[int], ticket: Ticket) -> list[Versio
     """They cover what the policy wrote, in order and without overlap."""
     length = len(mask)
     if pushed.spans is None:
-        version = ticket.version if pushed.version is None else pushed.version
+        version = ticket.versions.get(pushed.ticket, UNKNOWN) if pushed.version is None else pushed.version
         return [VersionSpan(version, 0, length)] if length else []
     if pushed.version is not None:
         raise invalid("version and spans both say which policy wrote the tokens: give one of them")

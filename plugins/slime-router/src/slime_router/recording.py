@@ -16,7 +16,7 @@ from slime_core.errors import DataError, StorageError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.routed_experts import narrow
 from slime_core.types.sample import VersionSpan
-from slime_router.wire import WireCompletion
+from slime_router.wire import WireCompletion, WireRequest
 
 NONE: Final = msgspec.Raw(b"null")
 
@@ -42,11 +42,15 @@ line_decoder: Final = msgspec.json.Decoder(Line)
 
 
 def key_of(request: GenerateRequest) -> str:
-    """Equal for equal questions: prompt, sampling, seed, expert ids that are asked for; not the request's id, which a retry
-    changes."""
-    asked = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
+    """Equal for equal questions: prompt and images, sampling, seed, expert ids that are asked for, whatever else came over
+    HTTP; not the request's id, which a retry changes."""
+    asked: list[Any] = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
     if request.routed_experts_from is not None:
         asked.append(request.routed_experts_from)
+    if request.images:
+        asked.append([[xxhash.xxh3_128_hexdigest(image.data), image.places, image.frames] for image in request.images])
+    if isinstance(request, WireRequest) and (unread := request.unread):
+        asked.append(unread)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))
 
 

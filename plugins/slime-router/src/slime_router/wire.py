@@ -20,6 +20,9 @@ from slime_router.errors import BadAnswer, BadRequest
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 """SGLang's."""
+READ: Final = frozenset({"rid", "text", "input_ids", "sampling_params", "session_id", "priority", "stream"})
+"""Fields of a request's body that are read, or say nothing of the answer."""
+READ_PARAMS: Final = frozenset({"sampling_seed", "n"})
 NO_VERSION: Final = -1
 """Of an engine whose weights nobody numbered."""
 
@@ -74,6 +77,15 @@ class WireRequest(GenerateRequest):
     """A request that came over HTTP."""
 
     origin: Origin
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        """What the body asks beside what this class has fields for, such as images, adapters and grammars."""
+        fields = fields_decoder.decode(self.origin.body)
+        left = {name: fields[name] for name in sorted(fields.keys() - READ) if bytes(fields[name]) != b"null"}
+        names = sorted(self.origin.params.keys() - SamplingParams.__dataclass_fields__.keys() - READ_PARAMS)
+        params = {name: self.origin.params[name] for name in names if self.origin.params[name] is not None}
+        return {**left, "sampling_params": params} if params else left
 
     def outgoing(self) -> bytes:
         """The bytes that came, with what middlewares changed."""

@@ -38,7 +38,17 @@ PUBLIC: Final = (
 )
 """What code may read beside its library."""
 START_S: Final = 30.0
+SILENCE_S: Final = 60.0
+"""Beyond the time that code may take: for one that waits, while others are run and what they left is removed."""
 REMOVALS: Final = 5
+
+
+def infra(told: str) -> dict[str, Any]:
+    """As the server says of code that could not be run."""
+    return {"cause": "infra", "told": told}
+
+
+DIED: Final = infra("the sandbox's fork server died")
 
 
 class Interpreter:
@@ -104,6 +114,9 @@ class ForkServer:
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, Any]]]] = {}
         self._lock = threading.Lock()
+        self._silence_s = config.wall_s + SILENCE_S
+        self._heard = 0.0
+        """When it answered last."""
         self.has_ended = False
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, once the server has said hello
         self._process = subprocess.Popen(
@@ -135,13 +148,23 @@ class ForkServer:
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
         with self._lock:
+            if self.has_ended:
+                return DIED
             self._asked[number] = (loop, answer)
+        begun = time.monotonic()
         await self._send({"id": number, "code": code})
         try:
-            return await answer
+            while (left := max(begun, self._heard) + self._silence_s - time.monotonic()) > 0:
+                await asyncio.wait([answer], timeout=left)
+                if answer.done():
+                    return answer.result()
         except asyncio.CancelledError:
             await self._send({"cancel": number})
             raise
+        # Nobody asks it again; its end is the answer to the others.
+        self.has_ended = True
+        loop.run_in_executor(None, self.end)
+        return infra(f"the sandbox's fork server has been silent for {self._silence_s:g} s")
 
     async def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -158,6 +181,7 @@ class ForkServer:
             self._process.stdin.flush()
 
     def answered(self, answer: dict[str, Any]) -> None:
+        self._heard = time.monotonic()
         with self._lock:
             asked = self._asked.pop(answer["id"], None)
         if asked is not None:
@@ -169,7 +193,7 @@ class ForkServer:
             self.has_ended = True
             asked, self._asked = self._asked, {}
         for loop, answer in asked.values():
-            tell(loop, answer, {"cause": "infra", "told": "the sandbox's fork server died"})
+            tell(loop, answer, DIED)
         self.end()
 
 

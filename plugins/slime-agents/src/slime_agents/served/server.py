@@ -61,7 +61,9 @@ class AgentServer:
     def name_thread(self, key: str, thread: str) -> None:
         """Calls with this name in X-Session-ID are the session's from now on, whatever key they bring: for clients that are
         shared by many episodes. Each thread is a conversation of its own."""
-        self._threads[thread] = key
+        # An agent that is still on its way when its episode ends comes too late.
+        if key in self._sessions:
+            self._threads[thread] = key
 
     def drop(self, key: str) -> None:
         del self._sessions[key]

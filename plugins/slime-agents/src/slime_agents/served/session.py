@@ -60,7 +60,8 @@ class Session:
         self._fork_threshold = fork_threshold
         self._conversations: dict[str, Conversation] = {}
         self._answers = itertools.count()
-        self._kept = None if episode.kept is None else Kept(episode.kept, frozenset(episode.tokenizer.all_special_ids))
+        ends = frozenset((*episode.tokenizer.all_special_ids, *episode.sampling.stop_token_ids))
+        self._kept = None if episode.kept is None else Kept(episode.kept, ends)
         self.num_calls = 0
         self.is_used_up = False
         self.is_aborted = False
@@ -110,15 +111,16 @@ class Session:
     async def _complete(
         self, branch: Branch, token_ids: npt.NDArray[np.int32], limit: int, stop: tuple[str, ...]
     ) -> Completion:
+        sampling = self._episode.sampling
+        stop = tuple(dict.fromkeys((*sampling.stop, *stop)))
         known = self._kept.answer(token_ids) if self._kept is not None else None
-        if known is not None and not known.is_open:
+        if known is not None and (not known.is_open or self._is_stopped(known.completion, stop)):
             return known.completion
         begun = known.completion if known is not None else None
-        sampling = self._episode.sampling
         sampling = replace(
             sampling,
             max_new_tokens=max(0, limit - (0 if begun is None else len(begun.token_ids))),
-            stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+            stop=stop,
         )
         asked = token_ids if begun is None else np.concatenate([token_ids, begun.token_ids])
         try:
@@ -130,6 +132,12 @@ class Session:
             branch.is_waiting = False
             raise Ended("the engine failed") from error
         return completion if begun is None else after(begun, completion)
+
+    def _is_stopped(self, completion: Completion, stop: tuple[str, ...]) -> bool:
+        """Whether its last token ends a stop string, or goes beyond it."""
+        tokens, tokenizer = completion.token_ids, self._episode.tokenizer
+        before, text = decode(tokenizer, tokens[:-1]), decode(tokenizer, tokens)
+        return any(one in text and text.rindex(one) + len(one) > len(before) for one in stop)
 
     def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
         """What the agent reads: without the special tokens at its end; and the stop string that it ends with."""
@@ -191,7 +199,7 @@ class Session:
 class Known:
     completion: Completion
     is_open: bool
-    """It was broken off, and is to be gone on with."""
+    """No token ends it: it was broken off, and is to be gone on with, unless a stop string ends it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,6 +39,13 @@ class NewWorker(msgspec.Struct):
     worker_type: str = "regular"
 
 
+class Abort(msgspec.Struct):
+    """What is posted to /abort_request, as SGLang reads it."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
 def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) -> ASGIApp:
     """`parts`: the middlewares, outermost first."""
     engines = Engines(upstreams, settings)
@@ -87,11 +94,18 @@ def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) 
         return json_answer({"status": "accepted", "worker_id": upstream.id}, 202)
 
     async def abort(request: Request) -> Response:
-        engines.abort_everywhere(await request.body())
+        body = await request.body()
+        try:
+            asked = msgspec.json.decode(body, type=Abort)
+        except msgspec.MsgspecError as error:
+            return json_error(422, f'{error}; {{"rid": "NAME"}} or {{"abort_all": true}} is wanted')
+        generate.abort(asked.rid or "", everything=asked.abort_all)
+        engines.abort_everywhere(body)
         return json_answer({"status": "accepted"})
 
+    generate = Generate(engines, upstreams, middlewares, settings, metrics)
     routes: list[BaseRoute] = [
-        Route("/generate", Generate(engines, upstreams, middlewares, settings, metrics), methods=["POST"]),
+        Route("/generate", generate, methods=["POST"]),
         Route("/abort_request", abort, methods=["POST"]),
         Route("/workers", workers, methods=["GET", "POST"]),
         Route("/workers/{id}", worker, methods=["GET", "DELETE"]),

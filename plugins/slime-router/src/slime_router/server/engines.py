@@ -44,6 +44,9 @@ class Call:
     sent: bool = False
     """Something of the answer has reached the caller."""
     received: WireCompletion | None = None
+    at_engine: bool = False
+    aborted: bool = False
+    """By POST /abort_request: no engine is asked any more."""
 
 
 class Engines:

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineUnavailable, SlimeError
 from slime_core.rollout.client import around
-from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_router.errors import BadAnswer, BadRequest, Refused, TooManyRequests
 from slime_router.requests import Parsed, parse
 from slime_router.server.engines import Call, Engines
@@ -59,6 +59,15 @@ class Generate:
         self._settings = settings
         self._metrics = metrics
         self._in_flight = 0
+        self._under_way: dict[asyncio.Future[Completion], tuple[str, Call]] = {}
+
+    def abort(self, request_id: str, *, everything: bool) -> None:
+        """Ends what waits in a middleware; what is at an engine is for that to end, and is not sent again."""
+        for work, (name, call) in list(self._under_way.items()):
+            if everything or name == request_id:
+                call.aborted = True
+                if not call.at_engine and call.received is None:
+                    work.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = time.perf_counter()
@@ -121,13 +130,33 @@ class Generate:
 
     async def _one(self, request: WireRequest, call: Call) -> bytes:
         async def innermost(asked: GenerateRequest) -> Completion:
-            return await self._engines.generate(asked, call)
+            if call.aborted:
+                return Completion.empty(asked, FinishReason.ABORT)
+            call.at_engine = True
+            try:
+                return await self._engines.generate(asked, call)
+            finally:
+                call.at_engine = False
 
         chain: Next = innermost
         for middleware in reversed(self._middlewares):
             chain = around(middleware, chain)
-        completion = await chain(replace(request, engines=self._upstreams.in_turn()))
+        asked = replace(request, engines=self._upstreams.in_turn())
+        completion = await (self._abortable(chain, asked, call) if self._middlewares else chain(asked))
         return b"" if call.sent else answer_body(completion, call.received)
+
+    async def _abortable(self, chain: Next, asked: WireRequest, call: Call) -> Completion:
+        work = asyncio.ensure_future(chain(asked))
+        self._under_way[work] = asked.request_id, call
+        try:
+            return await work
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not call.aborted or (task is not None and task.cancelling()):
+                raise
+            return Completion.empty(asked, FinishReason.ABORT)
+        finally:
+            del self._under_way[work]
 
 
 class Together:
