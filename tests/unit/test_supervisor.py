@@ -14,6 +14,7 @@ from slime_core.contracts.engine import EngineInfo
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, TrainingError
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import Run, hookimpl
+from slime_core.launch.devices import Devices
 from slime_core.launch.residency import Residency
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
@@ -664,6 +665,55 @@ def test_a_publish_waits_until_the_engine_is_admitted():
             order.append("published")
         await resync
         assert order == ["admitted", "published"]
+
+    run_fast(scene())
+
+
+class ColocatedTrainer:
+    """A role that is told to sleep and to wake."""
+
+    def __init__(self):
+        self.awake = True
+
+    async def each(self, method, *args):
+        self.awake = method == "wake" or bool(args and args[0])
+        return []
+
+
+async def a_colocated_session(client, *, offload_rollout):
+    """Trainer and engines share devices, as in ROLLOUT."""
+    session = a_session()
+    session.policy, devices = ColocatedTrainer(), Devices(offload=True)
+    await devices.settle(session.policy)
+    session.residency = Residency(devices, client, shared=True, offload_rollout=offload_rollout)
+    session.client, session.devices = client, devices
+    return session
+
+
+class Newcomer(Link):
+    """Takes its time for everything."""
+
+    async def each(self, method, *args):
+        await asyncio.sleep(1)
+        self.calls.append(method)
+        return []
+
+
+@pytest.mark.parametrize("offload_rollout", [False, True])
+@pytest.mark.parametrize("failures", [[], [EngineError("it hangs")]])
+def test_engines_go_on_after_one_beside_them_got_its_weights(offload_rollout, failures):
+    async def scene():
+        async with Ward([FaultyEngine()]).open() as ward:
+            session = await a_colocated_session(ward.client, offload_rollout=offload_rollout)
+            session.transport.failures = list(failures)
+            admitted = Admitted()
+            with pytest.raises(EngineError, match="it hangs") if failures else contextlib.nullcontext():
+                await Session.resync(session, Newcomer(), admitted)
+            assert len(admitted.at) == (not failures)
+            assert not ward.client.at_rest
+            assert not session.policy.awake
+            told = [call for call in ward.engines[0].calls if call != "health"]
+            assert told == (["pause", "sleep", "wake", "resume"] if offload_rollout else [])
 
     run_fast(scene())
 
