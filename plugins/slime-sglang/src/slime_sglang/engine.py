@@ -430,7 +430,7 @@ class SglangEngine(RolloutEngine):
         if not gone:
             return
         if self._running and not (self._paused and self._config.pause_mode == "abort"):
-            raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
+            raise EngineRefused(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
         if Memory.KV_CACHE in gone:
             await self._fleet.flush()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
