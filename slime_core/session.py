@@ -275,21 +275,26 @@ class Session:
         They may be newer than those that the others have."""
         while True:
             await self.between_steps.wait()
-            async with self.bringing_weights:
+            # From its weights to its admission no step begins: it would not find this engine among those that it stills.
+            async with self.bringing_weights, self.residency.alone():
                 if self.transport is None:
+                    await self.residency.rollout(beside=engine)
                     return await admit(None)
-                if self.residency.offloads and self.client is not None:
-                    # The trainer needs room: the others' requests wait too.
-                    await self.client.each("pause")
-                async with self.residency.sync(self.policy, beside=engine):
-                    version = self.state.version
-                    # A step may have begun while others had the trainers: then what they hold is no version yet.
-                    if not self.between_steps.is_set():
-                        continue
-                    await engine.each("pause")
-                    await self.transport.push(self.policy, engine, version)
-                await self.residency.rollout(beside=engine)
-                await engine.each("resume")
+                try:
+                    async with self.residency.sync(self.policy, beside=engine):
+                        version = self.state.version
+                        # A step may have begun while others had the trainers: then what they hold is no version yet.
+                        if not self.between_steps.is_set():
+                            await self.residency.settle(engine)
+                            continue
+                        await engine.each("pause")
+                        await self.transport.push(self.policy, engine, version)
+                    await self.residency.rollout(beside=engine)
+                    await engine.each("resume")
+                except EngineError:
+                    # The others go on without it.
+                    await self.residency.rollout()
+                    raise
                 return await admit(version)
 
     async def evaluate(self, step: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.transport import EngineLink
 from slime_core.launch.launcher import Launcher
+from slime_core.launch.residency import Residency
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.seat import EngineHandle
 from slime_core.rollout.served_engines import ServedEngines
@@ -23,12 +25,14 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
         restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
         resync: Resync,
         first: int,
+        room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> EngineSupervisor:
         return EngineSupervisor(
             client,
             HealthRules.of(session.run.config.rollout),
             restart=restart,
             resync=resync,
+            room=room,
             hooks=session.hooks,
             run=session.event,
             rollout_id=lambda: session.state.rollout_id,
@@ -38,7 +42,8 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
 
     found = []
     if session.client is not None:
-        found.append(of(session.client, launcher.restart_engine, session.resync, 0))
+        restart = partial(restart_settled, launcher, session.client, session.residency)
+        found.append(of(session.client, restart, session.resync, 0, session.residency.starting))
 
     async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
         await admit(None)
@@ -47,6 +52,15 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
         restart = partial(restart_served, launcher, served)
         found.append(of(served.client, restart, bring_nothing, served.first_index))
     return found
+
+
+async def restart_settled(
+    launcher: Launcher, client: EngineClient, residency: Residency, index: int
+) -> tuple[EngineHandle, EngineInfo]:
+    """See `Launcher.restart_engine`; on devices that it shares the engine sleeps."""
+    engine, info = await launcher.restart_engine(index)
+    await residency.settle(client.link(engine))
+    return engine, info
 
 
 async def restart_served(launcher: Launcher, served: ServedEngines, index: int) -> tuple[EngineHandle, EngineInfo]:

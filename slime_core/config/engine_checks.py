@@ -144,6 +144,8 @@ def layout_of_policy(run: BoundRun) -> EngineLayout:
         num_engines=launcher.num_engines,
         num_nodes=launcher.nodes_of(launcher.rollout_num_gpus_per_engine),
         routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
+        # "auto" is decided where the run starts; colocated engines of a run that names no device are for GPUs.
+        offload=launcher.offloads_rollout("cpu" if launcher.device == "cpu" else "cuda"),
     )
 
 

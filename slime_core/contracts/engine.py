@@ -232,6 +232,8 @@ class EngineLayout:
     num_nodes: int = 1
     routed_experts: bool = False
     """See `EngineSetup.routed_experts`."""
+    offload: bool = False
+    """See `EngineSetup.offload`; as far as it does not depend on the machine's devices."""
 
 
 class EngineDriver(Driver[RolloutEngine]):

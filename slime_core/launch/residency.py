@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from slime_core.contracts.engine import Memory
 from slime_core.contracts.transport import EngineLink
@@ -48,16 +48,38 @@ class Residency:
         self._offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(Memory)
         self._phase = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
 
-    @property
-    def offloads(self) -> bool:
-        """Somebody gives memory back: phases exclude each other."""
-        return self._offloads
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """No phase begins inside but those that this very task asks for."""
+        task = asyncio.current_task()
+        if not self._offloads or self._holder is task:
+            yield
+            return
+        async with self._phase:
+            self._holder = task
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    @contextlib.asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """An engine may be started inside, and takes all the memory that it holds in ROLLOUT."""
+        async with self.alone():
+            await self.rollout()
+            yield
+
+    async def settle(self, engine: EngineLink) -> None:
+        """Puts an engine that was just started to sleep, until it is brought its weights `beside` the others."""
+        if self._offloads and self._engines is not None:
+            await engine.each("sleep", in_order(frozenset(Memory)))
 
     async def rollout(self, *, beside: EngineLink | None = None) -> None:
         """Engines may generate from here on, until another phase. `beside`: an engine that is not in service yet."""
         if self._offloads:
-            async with self._phase:
+            async with self.alone():
                 await self._devices.vacate()
                 await self._wake(Phase.ROLLOUT, beside)
 
@@ -67,7 +89,7 @@ class Residency:
         if not self._offloads:
             yield
             return
-        async with self._phase:
+        async with self.alone():
             await self._put_to_sleep(Phase.TRAIN, None)
             yield
 
@@ -78,7 +100,7 @@ class Residency:
             async with self._devices.turn(policy):
                 yield
             return
-        async with self._phase:
+        async with self.alone():
             await self._put_to_sleep(Phase.SYNC, beside)
             async with self._devices.turn(policy, weights_only=True):
                 await self._wake(Phase.SYNC, beside)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -74,18 +75,20 @@ class EngineSupervisor:
         *,
         restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
         resync: Resync,
+        room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         hooks: Hooks,
         run: Run,
         rollout_id: Callable[[], int],
         counts: Counter[str],
         first: int = 0,
     ) -> None:
-        """`restart`: see `Launcher.restart_engine`. `rollout_id`: the step under way, for events. `counts`: metrics, which
-        are added to. `first`: what the run calls the client's engine 0."""
+        """`restart`: see `Launcher.restart_engine`; it is called inside a `room`, which is waited for. `rollout_id`: the step
+        under way, for events. `counts`: metrics, which are added to. `first`: what the run calls the client's engine 0."""
         self._client = client
         self._rules = rules
         self._restart = restart
         self._resync = resync
+        self._room = room
         self._hooks = hooks
         self._run = run
         self._rollout_id = rollout_id
@@ -200,13 +203,14 @@ class EngineSupervisor:
         await self._client.awake()
         number = self._first + index
         now = asyncio.get_running_loop().time
-        began = now()
-        try:
-            async with asyncio.timeout(self._rules.start_limit_s):
-                engine, info = await self._restart(number)
-        except Exception as error:
-            told = str(error) or f"not within {self._rules.start_limit_s:g} s"
-            raise EngineError(f"engine {number} could not be started again: {told}") from error
+        async with self._room():
+            began = now()
+            try:
+                async with asyncio.timeout(self._rules.start_limit_s):
+                    engine, info = await self._restart(number)
+            except Exception as error:
+                told = str(error) or f"not within {self._rules.start_limit_s:g} s"
+                raise EngineError(f"engine {number} could not be started again: {told}") from error
         self._restarts[index] += 1
         self._counts[RESTARTS] += 1
         self._hooks.engine_restarted(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slime_core.contracts.engine import EngineInfo
+from slime_core.config.rollout import RolloutConfig
+from slime_core.contracts.engine import EngineInfo, Memory
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, TrainingError
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import Run, hookimpl
+from slime_core.launch.devices import Devices
 from slime_core.launch.residency import Residency
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
 from slime_core.session import Session
+from slime_core.supervision import supervisors
 from slime_core.testing.fast_clock import run_fast
 from slime_core.testing.faulty_engine import FaultyEngine
 from slime_core.types.completion import GenerateRequest, SamplingParams
@@ -666,6 +670,139 @@ def test_a_publish_waits_until_the_engine_is_admitted():
         assert order == ["admitted", "published"]
 
     run_fast(scene())
+
+
+class ColocatedTrainer:
+    """A role that is told to sleep and to wake."""
+
+    def __init__(self):
+        self.awake = True
+
+    async def each(self, method, *args):
+        self.awake = method == "wake" or bool(args and args[0])
+        return []
+
+
+async def a_colocated_session(client, *, offload_rollout):
+    """Trainer and engines share devices, as in ROLLOUT."""
+    session = a_session()
+    session.policy, devices = ColocatedTrainer(), Devices(offload=True)
+    await devices.settle(session.policy)
+    session.residency = Residency(devices, client, shared=True, offload_rollout=offload_rollout)
+    session.client, session.devices = client, devices
+    return session
+
+
+class Newcomer(Link):
+    """Takes its time for everything."""
+
+    async def each(self, method, *args):
+        await asyncio.sleep(1)
+        self.calls.append(method)
+        return []
+
+
+@pytest.mark.parametrize("offload_rollout", [False, True])
+@pytest.mark.parametrize("failures", [[], [EngineError("it hangs")]])
+def test_engines_go_on_after_one_beside_them_got_its_weights(offload_rollout, failures):
+    async def scene():
+        async with Ward([FaultyEngine()]).open() as ward:
+            session = await a_colocated_session(ward.client, offload_rollout=offload_rollout)
+            session.transport.failures = list(failures)
+            admitted = Admitted()
+            with pytest.raises(EngineError, match="it hangs") if failures else contextlib.nullcontext():
+                await Session.resync(session, Newcomer(), admitted)
+            assert len(admitted.at) == (not failures)
+            assert not ward.client.at_rest
+            assert not session.policy.awake
+            told = [call for call in ward.engines[0].calls if call != "health"]
+            assert told == (["pause", "sleep", "wake", "resume"] if offload_rollout else [])
+
+    run_fast(scene())
+
+
+class MemoryEngine(FaultyEngine):
+    """Holds all its memory from its start on, and takes its time for everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = set(Memory)
+
+    async def call(self, method, *args):
+        await asyncio.sleep(0.3)
+        result = await super().call(method, *args)
+        if method == "sleep":
+            self.held -= set(*args or (Memory,))
+        elif method == "wake":
+            self.held |= set(*args or (Memory,))
+        return result
+
+
+class Site:
+    """A launcher of one colocated run, and the run's session. Its engine 0 is lost."""
+
+    def __init__(self, client, session):
+        self.engines = {index: client.engine(index) for index in client.indices}
+        self.starting = False
+        self.session = session
+
+    async def restart_engine(self, index):
+        self.starting = True
+        await asyncio.sleep(START_S)
+        self.starting = False
+        self.engines[index] = MemoryEngine()
+        return self.engines[index], EngineInfo(capabilities=frozenset(), pid=1)
+
+    async def push(self, trainers, engines, version):
+        await asyncio.sleep(3)
+        assert engines.engine.held == {Memory.WEIGHTS}
+        engines.engine.scripted._version = version
+
+    def require_room(self):
+        assert not self.starting
+        assert [engine.held for engine in self.engines.values()] == [set(), set()]
+
+    async def step(self):
+        session = self.session
+        session.between_steps.clear()
+        async with session.residency.train(), session.devices.turn(session.policy):
+            self.require_room()
+            await asyncio.sleep(50)
+            self.require_room()
+        session.state.version += 1
+        session.between_steps.set()
+        await session.residency.rollout()
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_no_engine_holds_memory_while_the_trainer_trains(publishes):
+    """Whenever a step begins while an engine is replaced."""
+
+    rollout = RolloutConfig(rollout_batch_size=1, rollout_max_response_len=1)
+
+    async def scene(begins):
+        client = EngineClient([MemoryEngine(), MemoryEngine()], concurrency=4)
+        session = await a_colocated_session(client, offload_rollout=True)
+        session.transport = site = Site(client, session)
+        session.served_engines, session.faults, session.hooks, session.event = (), Counter(), Hooks({}), RUN
+        session.run = SimpleNamespace(config=SimpleNamespace(rollout=rollout))
+        session.state.rollout_id = 0
+        session.resync = functools.partial(Session.resync, session)
+        (supervisor,) = supervisors(session, site)
+        async with supervisor:
+            site.engines[0].held.clear()
+            client.quarantine(0, EngineError("it died"))
+            await asyncio.sleep(begins)
+            async with session.bringing_weights if publishes else contextlib.nullcontext():
+                await site.step()
+            await asyncio.sleep(200)
+            assert client.indices == (0, 1)
+            assert not client.at_rest
+            assert [engine.held for engine in site.engines.values()] == [set(Memory)] * 2
+            assert not session.policy.awake
+
+    for tenths in range(0, 300, 4):
+        run_fast(scene(tenths / 10))
 
 
 def test_a_publish_is_repeated_for_the_engines_that_are_left():

@@ -178,6 +178,9 @@ def test_what_does_not_go_together(options, words, monkeypatch):
         ({"servers": 2}, {"num_devices": 4}, None),
         ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
         ({"router_policy": "random"}, {"num_devices": 1}, None),
+        ({"pause_mode": "retract"}, {"num_devices": 1, "offload": True}, "Use abort, or say --no-offload-rollout"),
+        ({"pause_mode": "retract"}, {"num_devices": 1}, None),
+        ({}, {"num_devices": 1, "offload": True}, None),
     ],
 )
 def test_what_does_not_go_with_the_run(options, layout, words):

@@ -493,6 +493,19 @@ def test_ipc_needs_the_trainers_devices(tmp_path):
         )
 
 
+def test_engines_stand_where_they_stand_whoever_is_in_service(tmp_path):
+    """Two engines of two servers of one rank each; engine 0 is lost before the first push."""
+    where = {"world_size": 4, "device": "cuda", "model_path": tmp_path, "run_dir": tmp_path, "colocated": True}
+    engines = [EngineEndpoint(index=index, url=f"http://e{index}-{n}") for index in range(2) for n in range(2)]
+    for rank in range(4):
+        sender = Ipc.build_sender(Ipc.Config())
+        sender._place = SenderSetup(rank=rank, **where)
+        assert sender._engines_from_here(engines[2:]) == ([engines[rank]] if rank > 1 else [])
+        assert sender._engines_from_here(engines) == [engines[rank]]
+    with pytest.raises(EngineError, match="have 6 ranks"):
+        sender._engines_from_here([replace(engine, index=2) for engine in engines[:2]])
+
+
 def test_two_ranks_that_gather(tmp_path):
     """The second rank has half of every tensor and sends nothing itself; an error on the first does not strand it."""
     with socket.socket() as probe:

@@ -67,6 +67,7 @@ class SglangEngine(RolloutEngine):
         self._paused = False
         self._pauses = 0
         self._sweeps = 0
+        self._sweeps_ended = 0
         self._absent: set[Memory] = set()
         """What was given back."""
 
@@ -265,7 +266,7 @@ class SglangEngine(RolloutEngine):
         expected = self._weights.given if self._config.pause_mode == "abort" else None
         headers = None if session is None else {"X-SMG-Routing-Key": session}
         run.rid = self._rids.next_for(run.request.request_id)
-        run.sweep = self._sweeps
+        run.sweep = self._sweeps_ended
         self._load[place] += 1
         try:
             reply = await server.post(
@@ -344,16 +345,23 @@ class SglangEngine(RolloutEngine):
             calls: list[Mapping[str, Any]] = [{"rid": run.rid} for run in left if run.rid]
             rounds += 1
             if len(left) == len(self._running) or rounds > ROUNDS:
-                # What was not meant goes on as after a pause.
-                self._sweeps += 1
-                calls = [{"abort_all": True}]
-            await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
+                await self._sweep()
+            else:
+                await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
             waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
             await asyncio.wait(waits, timeout=patience)
             patience = min(2 * patience, LONGEST_S)
             for wait in waits:
                 wait.cancel()
             await asyncio.sleep(0)
+
+    async def _sweep(self) -> None:
+        """Aborts all. What was not meant goes on as after a pause, also if it was sent while this was on its way."""
+        self._sweeps += 1
+        try:
+            await self._fleet.post("/abort_request", {"abort_all": True})
+        finally:
+            self._sweeps_ended += 1
 
     # ---------------------------------------------------------------- weights
 
@@ -422,7 +430,7 @@ class SglangEngine(RolloutEngine):
         if not gone:
             return
         if self._running and not (self._paused and self._config.pause_mode == "abort"):
-            raise EngineError(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
+            raise EngineRefused(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
         if Memory.KV_CACHE in gone:
             await self._fleet.flush()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})

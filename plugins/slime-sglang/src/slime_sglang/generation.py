@@ -108,7 +108,7 @@ class Running:
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     """Of the tokens from the request's `routed_experts_from` on, a piece for each part."""
     sweep: int = 0
-    """How often the engine had aborted everything when this part was sent."""
+    """How often the engine was done with aborting everything when this part was sent."""
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort, for a request that waits here, and when there is an answer."""

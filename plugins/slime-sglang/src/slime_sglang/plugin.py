@@ -244,6 +244,11 @@ class Sglang(EngineDriver):
     @classmethod
     def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
         problems = [problem_of_experts(config)] if layout.routed_experts else []
+        if layout.offload and config.pause_mode != "abort":
+            problems.append(
+                f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
+                "which cannot give their memory back then. Use abort, or say --no-offload-rollout."
+            )
         if not config.external_engine_addrs:
             problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
         return [problem for problem in problems if problem is not None]

@@ -37,7 +37,6 @@ class IpcSender(ServerSender):
                 'With devices of their own, use "distributed".'
             )
         super().setup(setup)
-        self._first_rank: dict[tuple[int, int], int] = {}
 
     @property
     def everywhere(self) -> bool:
@@ -148,19 +147,19 @@ class IpcSender(ServerSender):
         return [text for text, _ in said]
 
     def _engines_from_here(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
-        """Those whose first rank shares this rank's device. A server that was restarted stands where it stood."""
-        places: dict[tuple[int, int], EngineEndpoint] = {}
-        for engine in engines:
-            ordinal = sum(index == engine.index for index, _ in places)
-            places[engine.index, ordinal] = engine
-        if not set(places) <= set(self._first_rank):
-            self._first_rank = {}
-            used = 0
-            for key, engine in sorted(places.items(), key=lambda item: item[0]):
-                self._first_rank[key] = used
-                used += engine.num_ranks
-            if used > self.place.world_size:
+        """Those whose first rank shares this rank's device. Engines are alike and stand one after the other, also where
+        not all of them are in service."""
+        mine = []
+        for index in sorted({engine.index for engine in engines}):
+            servers = [engine for engine in engines if engine.index == index]
+            first = index * sum(server.num_ranks for server in servers)
+            for server in servers:
+                if first == self.place.rank:
+                    mine.append(server)
+                first += server.num_ranks
+            if first > self.place.world_size:
                 raise EngineError(
-                    f"transport ipc: the engines have {used} ranks, the trainer's devices are {self.place.world_size}."
+                    f"transport ipc: the engines up to {index} have {first} ranks, the trainer's devices are "
+                    f"{self.place.world_size}."
                 )
-        return [engine for key, engine in places.items() if self._first_rank[key] == self.place.rank]
+        return mine

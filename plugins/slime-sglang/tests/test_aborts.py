@@ -1,0 +1,88 @@
+"""Aborts by id, and what they must leave alone, on a server whose abort takes its time on the way."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_sglang.engine import SglangEngine
+
+CALL_S = 0.01
+
+
+class Server:
+    """Answers a request when it is aborted."""
+
+    name = "server"
+
+    def __init__(self):
+        self.sent = []
+        self.running = {}
+
+    async def post(self, path, body, **how):
+        rid = body["rid"]
+        self.sent.append(rid.split("#")[0])
+        self.running[rid] = asyncio.get_running_loop().create_future()
+        await self.running[rid]
+        meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "0"}
+        return {"meta_info": meta}
+
+    def abort(self, body):
+        for rid in list(self.running):
+            if body.get("abort_all") or rid == body["rid"]:
+                self.running.pop(rid).set_result(None)
+
+
+class Fleet:
+    router = None
+
+    def __init__(self):
+        self.servers = [Server()]
+
+    async def post(self, path, body):
+        await asyncio.sleep(CALL_S)
+        self.servers[0].abort(body)
+        await asyncio.sleep(CALL_S)
+        return []
+
+
+@pytest.fixture
+async def engine():
+    options = {"pause_mode": "abort", "request_timeout": 10, "control_timeout": 10}
+    engine = SglangEngine(SimpleNamespace(prefill_servers=0, **options))
+    engine._fleet, engine._open = Fleet(), asyncio.Event()
+    engine._open.set()
+    engine._setup = SimpleNamespace(index=0, max_context_len=100, node_rank=0)
+    engine._weights, engine._check = SimpleNamespace(given=0), SimpleNamespace(problem=lambda *request: None)
+    engine._vocab_size = 10
+    return engine
+
+
+def start(engine, name):
+    request = GenerateRequest(
+        request_id=name, token_ids=np.array([1], np.int32), sampling=SamplingParams(max_new_tokens=5), seed=1
+    )
+    return asyncio.create_task(engine.generate([request]))
+
+
+async def test_what_is_sent_while_all_is_aborted_goes_on(engine):
+    """The only request is ended by aborting all, which reaches the server after the next request."""
+    server = engine._fleet.servers[0]
+    wanted = start(engine, "wanted")
+    await asyncio.sleep(0)
+    abort = asyncio.create_task(engine.abort(["wanted"]))
+    await asyncio.sleep(CALL_S / 2)
+    other = start(engine, "other")
+    await abort
+    assert (await wanted)[0].finish_reason is FinishReason.ABORT
+    await asyncio.sleep(CALL_S)
+    assert server.sent == ["wanted", "other", "other"]
+    # What was sent after it is ended by somebody else's abort; what was sent before it returned, once more not.
+    for _ in range(2):
+        assert not other.done()
+        server.abort({"abort_all": True})
+        await asyncio.sleep(CALL_S)
+    assert (await asyncio.wait_for(other, 1))[0].finish_reason is FinishReason.ABORT
+    assert len(server.sent) == 4
