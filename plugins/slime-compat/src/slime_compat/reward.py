@@ -34,12 +34,12 @@ class OldReward(Reward):
                 "(args, samples), with reward.group" if config.group else "(args, sample) or (prompt, response, label)"
             )
             raise wrong_form(config.path, self._function, "reward.path", told)
-        self._runner = asyncio.Runner()
-        weakref.finalize(self, self._runner.close)
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
         samples = [old_sample(sample) for sample in group.samples]
-        return [self._value(value) for value in self._runner.run(self._values(samples))]
+        return [self._value(value) for value in self._loop.run_until_complete(self._values(samples))]
 
     async def _values(self, samples: list[Sample]) -> Sequence[Any]:
         if not self._group:
