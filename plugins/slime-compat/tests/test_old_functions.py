@@ -67,9 +67,7 @@ def test_settings_that_are_not_there_are_named_and_none_can_be_set(write_module)
     folder = write_module(
         "old_rewards", "async def f(args, sample): return args.bonus\ndef g(args, sample): args.x = 1"
     )
-    with pytest.raises(
-        AttributeError, match=r'args has no "bonus": say reward.args.bonus in the run file. There is: b.'
-    ):
+    with pytest.raises(AttributeError, match=r'args has no "bonus": say reward.args.bonus in the run file. Listed: b.'):
         reward(folder, "old_rewards.f", args={"b": 1}).score(group)
     with pytest.raises(AttributeError, match=r"args.x cannot be set"):
         reward(folder, "old_rewards.g").score(group)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime_compat.known_flags import ARGS_BY_DEFAULT
+
 
 class OldArgs:
-    """Attributes are what the run file lists, and what a plugin adds for the episode. Nothing can be set: a setting that a
-    function changed would be in no record of the run."""
+    """Attributes are what the run file lists, what a plugin adds for the episode, and a few defaults. Nothing can be set: what
+    a function changed would be in no record of the run."""
 
     __slots__ = ("_values", "_where")
 
@@ -21,9 +23,11 @@ class OldArgs:
         values: dict[str, Any] = object.__getattribute__(self, "_values")
         if name in values:
             return values[name]
+        if name in ARGS_BY_DEFAULT:
+            return ARGS_BY_DEFAULT[name]
         where = object.__getattribute__(self, "_where")
         raise AttributeError(
-            f'args has no "{name}": say {where}.{name} in the run file. There is: {", ".join(sorted(values)) or "nothing"}.',
+            f'args has no "{name}": say {where}.{name} in the run file. Listed: {", ".join(sorted(values)) or "nothing"}.',
             name=name,
             obj=self,
         )
