@@ -110,6 +110,17 @@ def test_old_functions_get_what_was_said_and_where_they_lie(translate):
     assert "SECRET" not in str(tables)
 
 
+def test_a_custom_config_says_flags_and_args(translate, tmp_path):
+    (tmp_path / "own.yaml").write_text("max_turns: 3\nlr: 1e-5\ntools: [a, b]\nuse_kl_loss: true\n")
+    flags = f"--lr 1e-6 --custom-config-path {tmp_path}/own.yaml"
+    tables, _, code = translate(flags + " --custom-generate-function-path my.generate")
+    assert (tables["train"]["lr"], tables["algo"]["use_kl_loss"], code) == (1e-5, True, 0)
+    assert (tables["generate"]["args"]["max_turns"], tables["generate"]["args"]["tools"]) == (3, ["a", "b"])
+    _, err, code = translate(flags)
+    assert code == 9
+    assert "--max-turns: of --custom-config-path: no flag, and no function of this run reads args" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -121,6 +132,7 @@ def test_old_functions_get_what_was_said_and_where_they_lie(translate):
         ("--keep-old-actor", r"--keep-old-actor: no second copy"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
         ("--rm-type boxed_math", r"--rm-type: boxed_math: no reward of this name"),
+        ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: there is no dropout here"),
         ("--lr fast", r'--lr: "fast": a number is wanted'),
         ("--lr-decay-style WSD", r"--lr-decay-style: WSD: there are constant, linear and cosine"),
         ("--ref-load other_torch_dist", r"--ref-load: other_torch_dist: no Hugging Face folder: `slime convert`"),

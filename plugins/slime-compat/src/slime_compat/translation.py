@@ -12,16 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, get_args
 
+import yaml  # type: ignore[import-untyped]
+
 from slime_compat import known_flags
 from slime_compat.known_flags import Missing
 from slime_compat.launch_line import LaunchLine
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, FlagTable, bare_type, kernel_flags, takes_many
-from slime_core.errors import near_matches
+from slime_core.errors import ConfigError, near_matches
 from slime_core.registry import Registry
 
 SECRETS: Final = frozenset({"wandb-key"})
 ALGORITHMS: Final = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+FUNCTION_FLAGS: Final = ("custom-rm-path", "custom-generate-function-path", "dynamic-sampling-filter-path")
+"""Functions that run here as they are."""
 GROUP_RELATIVE: Final = frozenset({"grpo", "gspo", "cispo"})
 """No KL in the reward."""
 UNBOUNDED_STALENESS: Final = 1000
@@ -50,6 +54,8 @@ class Translation:
     given: dict[str, list[str]] = field(default_factory=dict)
     """Flags to their words; a flag that was repeated has the last one's, but lists of evaluation sets all."""
     done: set[str] = field(default_factory=set)
+    of_file: set[str] = field(default_factory=set)
+    """Those that stand in the file of --custom-config-path alone."""
 
     def run(self) -> None:
         self.given = self._given()
@@ -66,6 +72,10 @@ class Translation:
         # Options go to the plugins that the rules have chosen.
         self._same_names()
         self._hooks()
+
+    @property
+    def reads_args(self) -> bool:
+        return any(name in self.given for name in FUNCTION_FLAGS)
 
     def take(self, name: str) -> str | None:
         """The only or last word of a flag, which no other rule sees then; a switch that was said is "true"."""
@@ -360,16 +370,21 @@ class Translation:
         defaults = known_flags.HARMLESS_DEFAULTS.get(name, ())
         if words[-1:] and words[-1] in defaults:
             return
+        found, negated = flags.find(name)
         if name in known_flags.OTHER_HOOKS:
             self.missing(name, known_flags.OTHER_HOOKS[name])
-        elif name in known_flags.MISSING:
+        elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
             self.missing(name, known_flags.MISSING[name])
         elif name in known_flags.SHAPE:
-            return
+            if name.endswith("-dropout") and float("".join(words[-1:]) or 0):
+                self.note(name, f"{words[-1]}: there is no dropout here, since log-probs would be random", trains=True)
         elif name in known_flags.WITHOUT_EFFECT:
             self.note(name, known_flags.WITHOUT_EFFECT[name])
-        elif (found := flags.find(name))[0] is not None:
-            self._set(typed, words, found[0], found[1])
+        elif found is not None and found.field.exclude:
+            # A plugin has it to refuse it, with the reason.
+            self.note(typed, found.field.description or "no option here", trains=name in known_flags.TRAINING_MEGATRON)
+        elif found is not None:
+            self._set(typed, words, found, negated)
         elif name.startswith("sglang-"):
             self._of_engine(name, words)
         elif name.startswith("router-"):
@@ -380,7 +395,12 @@ class Translation:
             known = {*flags.by_name, *known_flags.MISSING, *known_flags.WITHOUT_EFFECT, *known_flags.MEGATRON, *RULED}
             close = near_matches(name, known)
             told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
-            self.note(typed, f"unknown flag{told}", trains=True)
+            if typed not in self.of_file:
+                self.note(typed, f"unknown flag{told}", trains=True)
+            elif not self.reads_args:
+                self.note(
+                    typed, "of --custom-config-path: no flag, and no function of this run reads args", trains=True
+                )
 
     def _set(self, typed: str, words: list[str], flag: Flag, negated: bool) -> None:
         many = takes_many(flag.field.annotation)
@@ -420,7 +440,29 @@ class Translation:
                 given.setdefault(name, []).extend(words)
             else:
                 given[name] = words
+        self.done.add("custom-config-path")
+        for name, words in self._custom_config(given.get("custom-config-path", [])[-1:]):
+            self.of_file.add(name)
+            given[name] = words
         return given
+
+    def _custom_config(self, files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+        """Its keys as if they were flags, over which they win. ConfigError if it cannot be read."""
+        for file in files:
+            try:
+                keys = yaml.safe_load(Path(file).read_text())
+            except (OSError, yaml.YAMLError) as error:
+                raise ConfigError(f"--custom-config-path {file}: {error}") from error
+            if not isinstance(keys, dict):
+                raise ConfigError(f"--custom-config-path {file}: a mapping of keys to values is wanted.")
+            for key, value in keys.items():
+                name = str(key).replace("_", "-")
+                if isinstance(value, list):
+                    yield name, [str(item) for item in value]
+                elif value is True:
+                    yield name, []
+                elif value is not None:
+                    yield name, [str(value)]
 
     def _args(self) -> dict[str, Any]:
         """What was said, by the names that old functions read; what is of trainers, engines and trackers is none of theirs."""
