@@ -12,7 +12,7 @@ PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: venv demo test test-examples test-faults test-megatron test-sglang learn lint types bench docs clean
+.PHONY: venv demo test suites test-examples test-faults test-megatron test-sglang learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -47,14 +47,20 @@ SGLANG := aiohttp apache-tvm-ffi cffi compressed-tensors distro einops fastapi g
 demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 	$(BIN)/slime run examples/arithmetic/run.toml $(FLAGS)
 
-test: .venv/.test lint types  ## Unit, contract and plugin tests, and small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/unit/testing tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
+# In the order of conftest.py: pytest-xdist's own, files with most tests first, leaves long runs of few tests for the end.
+FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lint and types meanwhile.
+	$(MAKE) --jobs 3 lint types suites
+
+suites: .venv/.test
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile --every-test-runs megatron plugins/slime-megatron/tests -m megatron
+	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"

@@ -91,7 +91,8 @@ class RejectedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupsFinished(Event):
-    """All that a rollout produced, before anything is thrown away."""
+    """All that a rollout produced, before anything is thrown away. Of a step that a checkpoint breaks off, what was rejected
+    until then comes at once, by itself."""
 
     rollout_id: int
     accepted: tuple[SampleGroup, ...]

@@ -93,8 +93,17 @@ class Schedule:
         return groups
 
     async def drained(self) -> list[list[SampleGroup]]:
-        """Waits for everything under way; the groups of steps that are ahead, oldest first."""
-        return [await ahead.task for ahead in self._started]
+        """Waits for everything under way; the groups of steps that are ahead, oldest first. Interrupted if the run is asked
+        to stop before they are there."""
+        stop = asyncio.create_task(self._session.stop_requested.wait())
+        try:
+            for ahead in self._started:
+                await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if not ahead.task.done():
+                    raise Interrupted("interrupted while generating")
+        finally:
+            stop.cancel()
+        return [ahead.task.result() for ahead in self._started]
 
     async def at_rest(self) -> list[list[SampleGroup]]:
         """For a checkpoint: nothing runs, and what is not in the buffer is in the groups of the steps ahead that are

@@ -354,7 +354,8 @@ class Session:
         """What follows the last step, after the step that turned out to be the last."""
         last = self.state.rollout_id - 1
         await self.publish()
-        if not self.is_due(last).evaluate or self.last_eval is None:
+        # The one that was due may have been given up on the side.
+        if self.last_eval is None or self.last_eval.rollout_id != last:
             await self.evaluate(last)
         await self.evaluated()
         self.ended_early = reason

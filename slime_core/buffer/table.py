@@ -74,9 +74,10 @@ SCHEMA: Final = pa.schema(
 )
 
 ROUTED_EXPERTS: Final = pa.schema(
-    [("routed_experts", pa.list_(pa.uint16())), ("routed_experts_sizes", pa.list_(pa.int32()))]
+    [("routed_experts", pa.large_list(pa.uint16())), ("routed_experts_sizes", pa.list_(pa.int32()))]
 )
-"""(F, layers, top_k) flat, and [layers, top_k]; null for a sample without."""
+"""(F, layers, top_k) flat, and [layers, top_k]; null for a sample without. Of 48 layers with 8 experts, a step of six million
+tokens has more ids than 32 bits count."""
 
 # Log-probs hardly repeat: side by side, their bytes take 15 % less than through a dictionary (1M normal draws, zstd).
 _BYTE_WISE: Final = {"rollout_log_probs.list.element": "BYTE_STREAM_SPLIT"}
@@ -127,7 +128,7 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         return table
     flat = [None if of_sample is None else of_sample.astype(np.uint16).reshape(-1) for of_sample in ids]
     sizes = [None if of_sample is None else of_sample.shape[1:] for of_sample in ids]
-    expert_columns = {"routed_experts": _ragged(flat, np.uint16), "routed_experts_sizes": sizes}
+    expert_columns = {"routed_experts": _ragged(flat, np.uint16, of=pa.LargeListArray), "routed_experts_sizes": sizes}
     for field in ROUTED_EXPERTS:
         table = table.append_column(field, _as_array(expert_columns[field.name], field.type))
     return table
@@ -218,13 +219,15 @@ def _optional_json(value: Any, prompt: Prompt, what: str) -> str | None:
     return None if value is None else json_text(value, f"{prompt.origin or f'prompt {prompt.group_index}'}: {what}")
 
 
-def _ragged(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> pa.Array:
-    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int32)
+def _ragged(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic], of: Any = pa.ListArray) -> pa.Array:
+    """`of`: the kind of list, which decides how wide its offsets are."""
+    width = np.int64 if of is pa.LargeListArray else np.int32
+    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=width)
     flat = np.concatenate([np.empty(0, dtype), *(array for array in arrays if array is not None)])
     # concatenate would promote silently: 64-bit tokens are a mistake in a generator.
     assert flat.dtype == dtype, f"expected {dtype.__name__} vectors, found {flat.dtype}"
     missing = pa.array([array is None for array in arrays], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), mask=missing)
+    return of.from_arrays(pa.array(offsets), pa.array(flat), mask=missing)
 
 
 def _as_array(values: Any, kind: pa.DataType) -> pa.Array:

@@ -28,6 +28,7 @@ OF_IMAGES: Final = (IMAGES, IMAGE_NUMBERS, IMAGE_PLACES, IMAGE_FRAMES)
 BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
 OPTIONAL: Final = ("token_reward", "routed_experts", "images")
+MOST_IN_LISTS: Final = np.iinfo(np.int32).max
 SIZES: Final = "routed_experts_sizes"
 """[layers, top_k]: expert ids are flat in the file."""
 
@@ -119,11 +120,14 @@ def read_images(table: pa.Table) -> BatchImages | None:
 
 
 def lists(values: Any, lengths: Any) -> pa.Array:
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    # Expert ids of long steps are more than 32 bits count.
+    large = offsets[-1] > MOST_IN_LISTS
+    kind = pa.LargeListArray if large else pa.ListArray
+    return kind.from_arrays(pa.array(offsets if large else offsets.astype(np.int32)), pa.array(values))
 
 
 def flat(column: pa.ChunkedArray) -> Any:
     whole = column.combine_chunks()
-    values = whole.flatten() if pa.types.is_list(whole.type) else whole
+    values = whole.flatten() if pa.types.is_list(whole.type) or pa.types.is_large_list(whole.type) else whole
     return values.to_numpy(zero_copy_only=False)

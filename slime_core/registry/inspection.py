@@ -29,16 +29,30 @@ from slime_core.registry.registry import Registry, Status
 
 IMPORT_TIMEOUT_S: Final = 120
 IMPORT_PROBE: Final = """
-import importlib, json, sys
-sys.path[:], modules, heavy = json.loads(sys.argv[1])
-found = {}
-for name in modules:
-    before = set(sys.modules)
-    try:
-        importlib.import_module(name)
-    except BaseException:
-        continue  # reported by the check in process
-    found[name] = sorted({m.partition(".")[0] for m in set(sys.modules) - before} & set(heavy))
+import importlib, json, os, sys
+sys.path[:], dists, heavy = json.loads(sys.argv[1])
+at_start = set(sys.modules)
+# What all of them import takes longer than all the rest.
+importlib.import_module("slime_core.contracts.driver")
+found = []
+for modules in dists:
+    answer, told = os.pipe()
+    if os.fork() == 0:
+        there, of_dist = at_start, {}
+        for name in modules:
+            try:
+                importlib.import_module(name)
+                of_dist[name] = sorted({m.partition(".")[0] for m in set(sys.modules) - there} & set(heavy))
+            except BaseException:
+                pass  # reported by the check in process
+            there = set(sys.modules)
+        os.write(told, json.dumps(of_dist).encode())
+        os._exit(0)
+    os.close(told)
+    with open(answer) as lines:
+        # A plugin that ends the interpreter at import is reported by the check in process.
+        found.append(json.loads(lines.read() or "{}"))
+    os.wait()
 print("\\n" + json.dumps(found))
 """
 
@@ -163,24 +177,23 @@ def requirement_problems(dist: str) -> Iterable[str]:
 
 
 def _heavy_imports(registry: Registry, entries: Sequence[Entry]) -> dict[Entry, Sequence[str]]:
-    """Heavy modules that importing an entry's module brings in, found in a fresh interpreter per distribution.
-    Plugin files may import what they like."""
+    """Heavy modules that importing an entry's module brings in, found in a fresh interpreter, which forks for each
+    distribution. Plugin files may import what they like."""
     by_dist: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         if not registry.is_file(entry):
             by_dist[normalized(entry.dist)].append(entry)
-    found: dict[Entry, Sequence[str]] = {}
-    for members in by_dist.values():
-        modules = [*dict.fromkeys(entry.module for entry in members)]
-        arguments = json.dumps([sys.path, modules, sorted(HEAVY_MODULES)])
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT_PROBE, arguments],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            check=False,
-        )
-        # A plugin that ends the interpreter at import is reported by the check in process.
-        answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-        found |= {entry: answer.get(entry.module, ()) for entry in members}
-    return found
+    dists = [[*dict.fromkeys(entry.module for entry in members)] for members in by_dist.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE, json.dumps([sys.path, dists, sorted(HEAVY_MODULES)])],
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_TIMEOUT_S * max(1, len(dists)),
+        check=True,
+    )
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return {
+        entry: answer.get(entry.module, ())
+        for answer, members in zip(answers, by_dist.values(), strict=True)
+        for entry in members
+    }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -21,6 +21,7 @@ from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.rollout.recorded import RequestScript
 from slime_core.rollout.seat import EngineHandle, Message, OneEngine, Seat
+from slime_core.rollout.waiting import WaitingRequests
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
@@ -62,13 +63,13 @@ class EngineClient:
         self._awake.set()
         self._serving = asyncio.Event()
         self._serving.set()
-        self._waiting: deque[GenerateRequest] = deque()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
         self._sent: dict[str, float] = {}
         """When requests in flight got their place."""
         self._next_engine = 0
         # Middlewares are told which engines there are; a request that still carries this very tuple goes to any of them.
         self._every = tuple(range(len(self._seats))) if middlewares else ()
+        self._waiting = WaitingRequests(self._every)
         # Requests among the middlewares, and whether they were aborted meanwhile.
         self._entered: dict[str, bool] = {}
         self._flush_planned = False
@@ -150,14 +151,10 @@ class EngineClient:
         for request_id in request_ids:
             if request_id in self._entered and request_id not in self._answers:
                 self._entered[request_id] = True
-        wanted = set(request_ids)
-        waiting = [request for request in self._waiting if request.request_id in wanted]
-        if waiting:
-            self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
-            for request in waiting:
-                answer = self._answers.pop(request.request_id)
-                if not answer.done():
-                    answer.set_result(Completion.empty(request, FinishReason.ABORT))
+        for request in self._waiting.take(request_ids):
+            answer = self._answers.pop(request.request_id)
+            if not answer.done():
+                answer.set_result(Completion.empty(request, FinishReason.ABORT))
         running = [request_id for request_id in request_ids if request_id in self._answers]
         if running and self._failure is None:
             await self.each("abort", running)
@@ -192,7 +189,7 @@ class EngineClient:
         again = [request for request in seat.vacate() if self._survives(request, index, error)]
         if not self.num_engines:
             self._serving.clear()
-        self._waiting.extendleft(reversed(again))
+        self._waiting.put_first(again)
         if again:
             self._plan_flush()
         self._on_loss(index, error, len(again))
@@ -293,8 +290,8 @@ class EngineClient:
             self._answers.pop(request.request_id, None)
             self._sent.pop(request.request_id, None)
             self._losses.pop(request.request_id, None)
-            if answer.cancelled() and request in self._waiting:
-                self._waiting.remove(request)
+            if answer.cancelled():
+                self._waiting.take([request.request_id])
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:
@@ -306,15 +303,17 @@ class EngineClient:
         now = time.perf_counter()
         chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
         held: list[GenerateRequest] = []
-        while self._waiting and any(seat.has_room for seat in self._seats):
-            request = self._waiting.popleft()
+        full: set[tuple[int, ...]] = set()
+        while any(seat.has_room for seat in self._seats) and (request := self._waiting.pop(full)) is not None:
             if (seat := self._free_seat(request)) is None:
                 held.append(request)
+                if not self.script.goes_on:
+                    full.add(self._waiting.engines_of(request))
                 continue
             chosen[seat.index].append(request)
             self._sent[request.request_id] = now
             seat.running += 1
-        self._waiting.extendleft(reversed(held))
+        self._waiting.put_first(held)
         for seat, requests in zip(self._seats, chosen, strict=True):
             if requests:
                 message = Message({request.request_id: request for request in requests})

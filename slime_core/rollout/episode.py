@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.errors import RewardError
+from slime_core.rollout.begun_stop import without_begun_stop
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.routed import RoutedSequences
 from slime_core.rollout.seeds import request_seed
@@ -129,7 +130,11 @@ class EngineEpisode:
                 extra=completion.extra,
             )
         )
-        return completion if self._routed is None else self._routed.joined(request, completion)
+        if self._routed is not None:
+            completion = self._routed.joined(request, completion)
+        if completion.finish_reason is FinishReason.ABORT:
+            completion = without_begun_stop(completion, sampling.stop, self.tokenizer)
+        return completion
 
     def trace(self, seconds: float) -> AnswerTrace:
         """What took how long in this answer, which took `seconds` in all."""

@@ -82,6 +82,8 @@ class GroupPool(Collector):
         """Groups that have ended, steps that have begun, and steps that are next."""
         self._early: list[asyncio.Task[SampleGroup] | Order | Wanted] = []
         """News that in a replay are not due yet."""
+        self._broken: list[Order] = []
+        """Steps that were broken off, whose refused groups nobody has been told of."""
         self._last: Order | None = None
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
@@ -94,6 +96,7 @@ class GroupPool(Collector):
             async with self._turns:
                 groups = await self._fill(order)
         except BaseException:
+            self._broken.append(order)
             if not in_flight:
                 await self.give_back(patient=False)
             raise
@@ -109,6 +112,7 @@ class GroupPool(Collector):
         """Finished groups first, then what was broken off, in the order in which it was started."""
         if self._last is None:
             return
+        self._tell_of_refused()
         order, members = self._last, list(self._running.values())
         items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
         before = await self._ended(order.context.record, members)
@@ -124,6 +128,13 @@ class GroupPool(Collector):
             self._ready.clear()
             self._news = asyncio.Queue()
             self._early = []
+
+    def _tell_of_refused(self) -> None:
+        """Their prompts are used up: the step that is collected anew does not see them again."""
+        broken, self._broken = self._broken, []
+        for order in broken:
+            if order.refused:
+                order.context.observe(order.step, [], order.refused)
 
     # ---------------------------------------------------------------- filling a step
 

@@ -1,15 +1,20 @@
-"""Run as a script, with a JSON object as its argument: one optimiser step of a backend on several ranks, over gloo.
+"""Run as a script: optimiser steps of backends on several ranks, over gloo.
 
-The ranks are forked after the imports, which take longer than all the rest. Each leaves `rank_R.pt` in the folder `out`:
-its scores, the sums that it reports, and, from the first rank, the exported weights.
+Each line on standard input is a JSON object, for one step; a line on standard output says that it has ended, with `ok` or
+what failed. The ranks are forked from this process: what it imports, and what a backend imports while it is built, takes
+longer than all the rest. Each leaves `rank_R.pt` in the folder `out`: its scores, the sums that it reports, and, from the
+first rank, the exported weights.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.multiprocessing as mp
@@ -17,6 +22,8 @@ import torch.multiprocessing as mp
 from slime_core.config.bound import Part, PartSpec
 from slime_core.registry import Registry
 from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+
+OK: Final = "ok"
 
 
 def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
@@ -42,8 +49,7 @@ def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
         torch.save(state, out / f"rank_{rank}.pt")
 
 
-def main() -> None:
-    told = json.loads(sys.argv[1])
+def step(told: dict[str, Any]) -> None:
     registry = Registry([Path(path) for path in told["files"]])
     part = PartSpec.from_json(told["part"]).resolve(registry)
     # Built once here too, so that what it imports is imported before the ranks are forked.
@@ -52,5 +58,19 @@ def main() -> None:
     start(run_rank, (part, told), nprocs=told["world_size"], start_method="fork")
 
 
+def serve(work: Callable[[dict[str, Any]], None]) -> None:
+    """Does it for each object on standard input, until that ends."""
+    # Whatever backends print goes with their errors.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            work(json.loads(line))
+            answer = OK
+        except Exception:  # noqa: BLE001 - an author's code: the test of this case tells of it, the others go on
+            answer = traceback.format_exc()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    serve(step)

@@ -8,12 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from warm_slime import WarmSlime, warm_slime
 
 SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
 SOURCES = Path(__file__).parent / "third_party"
@@ -123,10 +128,12 @@ class Ended:
 
 
 class TinyRun:
-    """A folder with run.toml, base/ (a model) and train.jsonl, and the `slime` command in it."""
+    """A folder with run.toml, base/ (a model) and train.jsonl, and the `slime` command in it: started, or, with `warm`,
+    forked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm: WarmSlime | None = None) -> None:
         self.folder = folder
+        self.warm = warm
 
     @property
     def runs(self) -> Path:
@@ -144,6 +151,8 @@ class TinyRun:
         )
 
     def slime(self, *words: str) -> Ended:
+        if self.warm is not None:
+            return Ended(*self.warm.run(words, self.folder))
         return self.end(self.start(*words))
 
     def run(self, *words: str) -> Ended:
@@ -169,12 +178,18 @@ class TinyRun:
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmSlime]:
+    with warm_slime(tmp_path_factory.mktemp("warm")) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def tiny_base(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model for all tests: 10 thousand parameters, a character each for digits and signs."""
     base = tmp_path_factory.mktemp("tiny") / "base"
     sizes = ["--hidden-size", "32", "--num-layers", "1", "--intermediate-size", "64", "--max-length", "64"]
-    command = [*SLIME, "models", "new", str(base), "--alphabet", "0123456789+= ", *sizes]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    made = Ended(*warm.run(["models", "new", str(base), "--alphabet", "0123456789+= ", *sizes], base.parent))
+    assert made.code == 0, made.err
     return base
 
 

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 if TYPE_CHECKING:
     from conftest import Installed, TinyRun
+    from warm_slime import WarmSlime
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,13 @@ def succeed(tiny: TinyRun, *words: str, env: dict[str, str] | None = None) -> st
     ended = subprocess.run(command, cwd=tiny.folder, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def succeed_warm(warm: WarmSlime, tiny: TinyRun, *words: str) -> str:
+    """In a fork, where a start is tested elsewhere."""
+    code, out, err = warm.run(["run", "run.toml", *words], tiny.folder)
+    assert code == 0, err
+    return out
 
 
 def rows(run_dir: Path, axis: str) -> list[dict[str, Any]]:
@@ -88,9 +96,10 @@ def assert_held_out_is_disjoint(folder: Path) -> None:
 
 
 @pytest.mark.ray
-def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun) -> None:
+def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun, warm: WarmSlime) -> None:
     """On one replayed dump: loss, gradient norm and weights after an SGD step, with uneven lengths."""
-    succeed(
+    succeed_warm(
+        warm,
         tiny,
         "--num-rollout",
         "1",
@@ -109,7 +118,7 @@ def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun) -> None:
         "--lr", "0.1", "--rollout-batch-size", "6", "--n-samples-per-prompt", "4", "--max-tokens-per-gpu", "64",
         "--algo.advantage", "group_norm", "--kl-loss-coef", "0.05", "--save-hf",
     )  # fmt: skip
-    succeed(tiny, *replay, "--name", "one")
+    succeed_warm(warm, tiny, *replay, "--name", "one")
     ray = ("--launcher", "ray", "--actor-num-gpus-per-node", "2")
     succeed(tiny, *replay, "--name", "two", *ray, "--async-save")
     assert tiny.checkpoints("two") == ["step_1"]

@@ -17,13 +17,15 @@ from slime_core.buffer.pop_first import PopFirstFilter
 from slime_core.contracts.filter import BufferFilter, FilterDecision, GroupFilter, Versions
 from slime_core.contracts.tracker import Tracker
 from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted
+from slime_core.hooks import Hooks
+from slime_core.hookspecs import GroupsFinished, hookimpl
 from slime_core.loop import Schedule, run_loop
 from slime_core.rollout.recorded import News, NewsKind, PoolRecord
 from slime_core.schedule import ScheduleFile, read_schedule
 from slime_core.session import Session
 from slime_core.testing.fast_clock import run_fast
 from slime_core.testing.scripted_engine import EngineInLoop
-from slime_core.testing.simulated_run import Simulation
+from slime_core.testing.simulated_run import Numbers, Simulation
 from slime_core.testing.timed_engine import TimedEngine
 from slime_core.types.schedule import EngineEvent, EventKind
 
@@ -196,6 +198,27 @@ def test_rejected_groups_do_not_count(tmp_path: Path) -> None:
     run(simulation)
     assert len(group_numbers(simulation)) == 16
     assert all(number % 2 for number in group_numbers(simulation))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_whoever_learns_from_rejected_groups_sees_each_once(tmp_path: Path, ahead: int) -> None:
+    """Checkpoints break steps off in which some have been rejected already."""
+    told: list[int] = []
+
+    class Told:
+        @hookimpl
+        def groups_finished(self, event: GroupsFinished) -> None:
+            told.extend(rejected.group.group_index for rejected in event.rejected)
+            told.extend(group.group_index for group in event.accepted)
+
+    rollout = {"ahead": ahead, "partial_rollout": True}
+    simulation = simulate(tmp_path, steps=6, train_s=32.0, filters=[Odd()], save_interval=1, rollout=rollout)
+    session = simulation.session()
+    session.hooks = Hooks({"told/module": Told()})
+    run_fast(run_loop(session))
+    drawn = session.buffer.source.state()["next"]
+    assert sorted([*told, *waiting(session)]) == list(range(drawn))
+    assert [number for number in told if number % 2] == group_numbers(simulation)
 
 
 class Never(GroupFilter):
@@ -400,6 +423,28 @@ def test_a_checkpoint_keeps_tokens_versions_and_log_probs(tmp_path: Path) -> Non
     assert again.engines[0].tokens_written == trained - written - kept_ahead
 
 
+def test_a_stop_is_heeded_while_a_step_ahead_is_waited_for(tmp_path: Path) -> None:
+    """Weights are published when the step that runs beside the training has ended, in 45 seconds."""
+    simulation = simulate(tmp_path, rollout={"ahead": 1})
+    session = simulation.session()
+
+    async def scene() -> float:
+        loop = asyncio.create_task(run_loop(session))
+        while len(simulation.trained) < 2:  # noqa: ASYNC110 - the clock only counts
+            await asyncio.sleep(1)
+        # Trained: what is waited for now is the step ahead.
+        await asyncio.sleep(6)
+        assert session.state.rollout_id == 2
+        began = asyncio.get_running_loop().time()
+        session.stop_requested.set()
+        with pytest.raises(Interrupted, match="while generating"):
+            await loop
+        return asyncio.get_running_loop().time() - began
+
+    assert run_fast(scene()) < 5
+    assert simulate(tmp_path, rollout={"ahead": 1}).session().state.rollout_id == 2
+
+
 def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> None:
     simulation = simulate(tmp_path, steps=9, rollout={"ahead": 2})
     session = simulation.session()
@@ -426,6 +471,32 @@ def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------- evaluation beside it, engines that are lost
+
+
+class FirstThree(Numbers):
+    """Prompts of three steps."""
+
+    def take(self, num_prompts: int) -> list[Any]:
+        return super().take(min(num_prompts, max(0, 12 - int(self.state()["next"]))))
+
+
+def test_what_is_reported_at_an_early_end_is_of_its_weights(tmp_path: Path) -> None:
+    """The evaluation that was due after the last step runs on the side when the data turns out to have ended."""
+    simulation = simulate(
+        tmp_path,
+        steps=9,
+        eval_prompts=4,
+        eval={"eval_on_the_side": True, "eval_interval": 1},
+        rollout={"on_exhausted": "finish"},
+    )
+    session = simulation.session()
+    session.buffer.source = FirstThree()
+    run_fast(run_loop(session))
+    assert session.ended_early
+    assert session.state.rollout_id == 3
+    assert session.last_eval is not None
+    assert session.last_eval.rollout_id == 2
+    assert (session.last_eval.metrics["eval/version_min"], session.last_eval.metrics["eval/version_max"]) == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import contextlib
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from slime_core.batch.assemble import assemble
@@ -185,6 +187,7 @@ def expected(experts=256):
 def test_files_and_batches(tmp_path, experts, dtype):
     write_groups(tmp_path / "groups.parquet", groups(experts))
     (group,) = read_groups(tmp_path / "groups.parquet")
+    assert pq.read_schema(tmp_path / "groups.parquet").field("routed_experts").type == pa.large_list(pa.uint16())
     for read, written in zip(group.samples, groups(experts)[0].samples, strict=True):
         assert (read.routed_experts is None) == (written.routed_experts is None)
         if written.routed_experts is not None:

@@ -8,6 +8,7 @@ import pytest
 
 from slime_core.errors import EngineError, RewardError
 from slime_core.new_model import character_tokenizer
+from slime_core.rollout.begun_stop import without_begun_stop
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.single_turn import SingleTurn
@@ -255,3 +256,38 @@ def test_the_short_way_to_the_text_gives_the_same_text():
     tokens = np.array([*tokenizer.encode("12 + \\boxed{3="), tokenizer.eos_token_id], np.int32)
     assert decode(tokenizer, tokens) == tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     assert decode(tokenizer, tokens) == "12 + \\boxed{3=<end>"
+
+
+@pytest.mark.parametrize(
+    ("written", "stops", "kept"),
+    [
+        ("ablq", ("xy",), "ablq"),
+        ("abdo", ("done",), "ab"),
+        ("abdondon", ("done",), "abdon"),
+        ("abdo", ("done", "bdoor"), "a"),
+        ("abd", ("d",), "abd"),
+        ("don", ("done",), ""),
+        ("", ("done",), ""),
+        ("abdo", (), "abdo"),
+    ],
+)
+def test_what_may_begin_a_stop_string_is_written_again(written, stops, kept):
+    tokens = [ord(letter) - 97 for letter in written]
+    answer = completion(tokens, "abort", spans=[(4, 0, 1), (5, 1, len(tokens))] if len(tokens) > 1 else [])
+    found = without_begun_stop(answer, stops, Letters())
+    assert Letters().decode(found.token_ids, False) == kept
+    assert found.log_probs.tolist() == [-token for token in tokens[: len(kept)]]
+    covered = [place for span in found.spans for place in range(span.start, span.end)]
+    assert covered == (list(range(len(kept))) if len(tokens) > 1 else [])
+    assert found.finish_reason is FinishReason.ABORT
+
+
+async def test_an_answer_that_is_broken_off_within_a_stop_string():
+    class BreaksOff:
+        async def generate(self, request):
+            return completion([0, 3, 14], "abort" if "done" in request.sampling.stop else "length")
+
+    made = episode(BreaksOff())
+    sampling = replace(made.sampling, stop=("done",))
+    assert (await made.complete(PROMPT.token_ids, sampling)).token_ids.tolist() == [0]
+    assert (await made.complete(PROMPT.token_ids)).token_ids.tolist() == [0, 3, 14]

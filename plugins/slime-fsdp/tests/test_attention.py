@@ -65,7 +65,16 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
     if varlen:
         # The kernel aligns a segment's last query with its last key.
         assert plan.cu_queries[-1] == len(positions)
-        keys = held.ravel()[plan.key_rows.numpy()]
+        rows = plan.key_rows.numpy()
+        keys = held.ravel()[rows]
+        # Twice at most: in a sequence's chunk near its start and in that near its end.
+        assert len(plan.key_places) == 2
+        assert sorted(place for row in plan.key_places.tolist() for place in row if place >= 0) == list(
+            range(len(rows))
+        )
+        assert all(
+            rows[place] == key for row in plan.key_places.tolist() for key, place in enumerate(row) if place >= 0
+        )
         for a, b, c, d in zip(
             plan.cu_queries[:-1], plan.cu_queries[1:], plan.cu_keys[:-1], plan.cu_keys[1:], strict=True
         ):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
+from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
 from slime_core.errors import ModelError
 from slime_fsdp.gather import gathered
 

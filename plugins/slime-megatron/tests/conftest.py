@@ -1,5 +1,6 @@
-"""Models, and one process per family of layouts: importing Megatron takes longer than all its cases."""
+"""Models, layouts, and whole runs."""
 
+import functools
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from slime_core.testing.rank_server import RankServer
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,20 +42,16 @@ class Layouts:
         return [torch.load(self.out / name / f"rank_{rank}.pt", weights_only=True) for rank in range(count)]
 
 
+@functools.cache
+def layout_server():
+    """Ends with this process. One for all files: importing Megatron takes longer than most layouts."""
+    script = Path(__file__).parent / "layouts.py"
+    return RankServer([sys.executable, "-W", "ignore", str(script)], timeout_s=TIMEOUT_S)
+
+
 def run_layouts(out, cases):
     """`cases`: model, options, world_size and more by name; see layouts.py."""
-    script = Path(__file__).parent / "layouts.py"
-    told = {"out": str(out), "cases": cases}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), json.dumps(told)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    layout_server().run({"out": str(out), "cases": cases})
     return Layouts(out, cases)
 
 

@@ -1,4 +1,4 @@
-"""Run as a script, with a JSON object as its argument: one optimiser step of each case, over gloo.
+"""Run as a script, served by slime_core.testing.rank_server: one optimiser step of each case that it is told, over gloo.
 
 The ranks of a case are forked after the imports, which take longer than all the rest. Each leaves `NAME/rank_R.pt` in the
 folder `out`: its scores, what it reports, and, from the first rank, weights before and after.
@@ -6,8 +6,6 @@ folder `out`: its scores, what it reports, and, from the first rank, weights bef
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +18,7 @@ import torch.multiprocessing as mp
 
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import RoutingReplay
+from slime_core.testing.ranks_script import serve
 from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
 
@@ -103,11 +102,7 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         torch.save(state, out / f"rank_{rank}.pt")
 
 
-def main() -> None:
-    told = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    # Built once here, so that what it imports is imported before the ranks are forked.
-    Megatron.build(Megatron.Config())
+def run_cases(told: dict[str, Any]) -> None:
     start: Any = mp.start_processes
     for name, case in told["cases"].items():
         out = Path(told["out"]) / name
@@ -116,6 +111,13 @@ def main() -> None:
             start(run_rank, (case, out), nprocs=case["world_size"], start_method="fork")
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             (out / "failure.txt").write_text(traceback.format_exc())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # Built once here, so that what it imports is imported before the ranks are forked.
+    Megatron.build(Megatron.Config())
+    serve(run_cases)
 
 
 if __name__ == "__main__":

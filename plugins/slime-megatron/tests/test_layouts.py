@@ -82,8 +82,9 @@ MODELS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Runs a model's layouts when the first of them is asked for."""
-    from conftest import run_layouts
     from families import make_family
+
+    from conftest import run_layouts
 
     done = {}
 

@@ -125,6 +125,8 @@ async def test_one_that_hangs(setup, fake):
 
 
 async def test_a_port_that_is_taken(setup, fake, monkeypatch):
+    # The squatter does not answer.
+    monkeypatch.setattr(launching, "ANSWER_S", 0.5)
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()

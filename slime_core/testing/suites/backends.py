@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,10 @@ from slime_core.contracts.backend import REFERENCE
 from slime_core.contracts.example import BackendExample
 from slime_core.errors import CheckpointError
 from slime_core.objective.loss import TokenObjective
-from slime_core.testing import ranks_script
 from slime_core.testing.case import Case
 from slime_core.testing.compare import require_same, require_same_sums
 from slime_core.testing.objectives import EVERY_NEED
+from slime_core.testing.rank_server import RankServer
 from slime_core.testing.tiny_model import load_plain, make_tiny_model, named_weights
 from slime_core.testing.tiny_training import (
     ADAM,
@@ -37,7 +34,6 @@ from slime_core.testing.tiny_training import (
 
 FLOAT32 = 2e-5
 """What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
-RANKS_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def training() -> TrainingBatch:
     return TrainingBatch.make()
+
+
+@pytest.fixture(scope="module")
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()
 
 
 def one_step(case: Case, model: Path, training: TrainingBatch, split: Any = WHOLE) -> tuple[dict[str, Tensor], Any]:
@@ -108,7 +111,9 @@ def test_a_step_repeats_to_the_bit(case: Case, model: Path, training: TrainingBa
     require_same_weights("the same step from a new start", second, first)
 
 
-def test_any_layout_trains_as_one_rank(case: Case, model: Path, training: TrainingBatch, tmp_path: Path) -> None:
+def test_any_layout_trains_as_one_rank(
+    case: Case, model: Path, training: TrainingBatch, rank_server: RankServer, tmp_path: Path
+) -> None:
     world_size = max([2, case.driver.least_ranks(case.config), *(e.world_size for e in case.examples(BackendExample))])
     told = {
         "part": case.part.spec().to_json(),
@@ -117,12 +122,7 @@ def test_any_layout_trains_as_one_rank(case: Case, model: Path, training: Traini
         "out": str(tmp_path),
         "world_size": world_size,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", ranks_script.__name__, json.dumps(told)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=RANKS_TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, f"{world_size} ranks failed:\n{(done.stdout + done.stderr)[-4000:]}"
+    rank_server.run(told)
     ranks = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(world_size)]
 
     plain = load_plain(model)

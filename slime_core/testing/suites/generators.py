@@ -53,24 +53,33 @@ def require_same_samples(what: str, got: Sequence[Sample], expected: Sequence[Sa
         assert one.status == other.status, f"{what}: status {one.status}, {other.status} otherwise"
 
 
+async def answers(case: Case, numbers: Sequence[int], **options: Any) -> list[Sample]:
+    """To one prompt after another, by one generator."""
+    async with built(case) as generator:
+        episodes = (episode_of(client_of(engine()), number, **options) for number in numbers)
+        return [sample for episode in episodes for sample in await answer(generator, episode)]
+
+
 def test_lengths_agree(case: Case) -> None:
-    for number in range(12):
-        for sample in run(fresh_answer(case, number)):
-            prompt = sample.prompt.token_ids
-            assert np.array_equal(sample.tokens[: len(prompt)], prompt), "the tokens do not begin with the prompt's"
-            length = sample.response_length
-            assert {len(sample.loss_mask), len(sample.rollout_log_probs)} == {length}, (
-                f"{length} response tokens, {len(sample.loss_mask)} of the mask, {len(sample.rollout_log_probs)} log-probs"
-            )
-            tools = sample.rollout_log_probs[sample.loss_mask == 0]
-            assert not tools.any(), f"log-probs of tokens that no policy sampled must be 0, they are {tools}"
+    for sample in run(answers(case, range(12))):
+        prompt = sample.prompt.token_ids
+        assert np.array_equal(sample.tokens[: len(prompt)], prompt), "the tokens do not begin with the prompt's"
+        length = sample.response_length
+        assert {len(sample.loss_mask), len(sample.rollout_log_probs)} == {length}, (
+            f"{length} response tokens, {len(sample.loss_mask)} of the mask, {len(sample.rollout_log_probs)} log-probs"
+        )
+        tools = sample.rollout_log_probs[sample.loss_mask == 0]
+        assert not tools.any(), f"log-probs of tokens that no policy sampled must be 0, they are {tools}"
 
 
 def test_trained_tokens_are_the_engines(case: Case) -> None:
-    async def scene(number: int) -> None:
-        scripted = engine()
+    async def scene() -> None:
         async with built(case) as generator:
-            samples = await answer(generator, episode_of(client_of(scripted), number))
+            for number in range(12):
+                scripted = engine()
+                check(scripted, await answer(generator, episode_of(client_of(scripted), number)))
+
+    def check(scripted: ScriptedEngine, samples: Sequence[Sample]) -> None:
         reported = Counter(
             (int(token), float(log_prob))
             for completion in scripted.completions
@@ -85,16 +94,14 @@ def test_trained_tokens_are_the_engines(case: Case) -> None:
             unknown = np.flatnonzero((sample.loss_mask == 1) & ~covered)
             assert not len(unknown), f"no span says which policy wrote the tokens {unknown.tolist()}"
 
-    for number in range(12):
-        run(scene(number))
+    run(scene())
 
 
 def test_the_budget_is_kept(case: Case) -> None:
     for budget in (1, 3, BUDGET):
-        for number in range(6):
-            for sample in run(fresh_answer(case, number, budget=budget)):
-                written = int(sample.loss_mask.sum())
-                assert written <= budget, f"of a budget of {budget} tokens it has the model write {written}"
+        for sample in run(answers(case, range(6), budget=budget)):
+            written = int(sample.loss_mask.sum())
+            assert written <= budget, f"of a budget of {budget} tokens it has the model write {written}"
 
 
 def test_an_abort_ends_it(case: Case) -> None:

@@ -20,7 +20,9 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("with_spans", [False, True])
-def test_a_round_trip(make_batch, tmp_path, with_spans):
+@pytest.mark.parametrize("most", [2**31 - 1, 3], ids=["", "more than 32 bits count"])
+def test_a_round_trip(make_batch, tmp_path, monkeypatch, with_spans, most):
+    monkeypatch.setattr("slime_core.buffer.train_data.MOST_IN_LISTS", most)
     batch = make_batch([(2, 3), (1, 0), (4, 2)], reward=[1.0, np.nan, -0.0])
     if with_spans:
         batch = replace(batch, token_reward=np.array([0, 0.5, 0, -1, 0], np.float32))

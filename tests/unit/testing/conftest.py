@@ -11,28 +11,39 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from acme_faults.entries import ENTRIES, MODEL_ENTRIES
-from kit_run import KitRun, install, run_kit
+from kit_run import KitRun, install, run_kit, shipped
 
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
     folder = tmp_path_factory.mktemp("faults")
     install(folder, "acme-faults", ENTRIES)
-    return run_kit(folder, "--slime-plugin", "acme-faults", path=[folder, Path(__file__).parent])
+    return run_kit(folder, "--tb=native", "--slime-plugin", "acme-faults", path=[folder, Path(__file__).parent])
 
 
 @pytest.fixture(scope="session")
 def mutant(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
     folder = tmp_path_factory.mktemp("mutant")
     install(folder, "acme-faults", ENTRIES)
-    words = ["-p", "acme_faults.mutants", "--slime-plugin", "acme-faults", "-k", "algorithms and right_recipe"]
+    words = [
+        "--tb=native",
+        "-p",
+        "acme_faults.mutants",
+        "--slime-plugin",
+        "acme-faults",
+        "-k",
+        "algorithms and right_recipe",
+    ]
     return run_kit(folder, *words, path=[folder, Path(__file__).parent])
 
 
 @pytest.fixture(scope="session")
-def faulty_models(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+def models(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+    """Of what ships with a backend or an engine, and of those with faults: what they import takes longer than their cases."""
     folder = tmp_path_factory.mktemp("models")
     install(folder, "acme-models", MODEL_ENTRIES)
-    # Two ranks take a process of their own each time: one plugin has to show that they are looked at.
-    words = ["--slime-plugin", "acme-models", "-k", "not any_layout or careless_sums"]
+    dists = ["acme-models", *shipped(with_a_model=True)]
+    # Two ranks take processes of their own each time: one plugin has to show that they are looked at.
+    chosen = " or ".join(["not any_layout", "careless_sums", *shipped(with_a_model=True)])
+    words = ["--tb=native", "-k", chosen, *(word for dist in dists for word in ("--slime-plugin", dist))]
     return run_kit(folder, *words, path=[folder, Path(__file__).parent])

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"))
+WITH_A_MODEL = {"slime.backends", "slime.engines"}
+ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers"}
+"""What starts a server for each property, or imports for seconds, is proven by the tests of its own target."""
+
+
+def shipped(*, with_a_model: bool) -> list[str]:
+    """Names of the distributions that have, or have not, a backend or an engine."""
+    projects = [tomllib.loads(path.read_text())["project"] for path in SHIPPED]
+    here = [project for project in projects if project["name"] not in ELSEWHERE]
+    return [p["name"] for p in here if bool(WITH_A_MODEL & set(p.get("entry-points", {}))) == with_a_model]
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,14 @@ class KitRun:
     def failures_of(self, kind: str, name: str) -> set[str]:
         """Properties that this plugin lacks, whatever its options."""
         return {case.partition("::")[2].partition("[")[0] for case in self.failed if is_of(case, kind, name)}
+
+    def is_sound(self, dist: str) -> bool:
+        """Every case of each of its entry points has run, and none has failed."""
+        counts = re.findall(
+            rf"^slime\S* \S+ \({re.escape(dist)} .*\): (\d+) of (\d+) cases run", self.out, re.MULTILINE
+        )
+        mine = re.compile(rf"[\[:]{re.escape(dist)}/")
+        return bool(counts) and all(ran == all_ for ran, all_ in counts) and not any(map(mine.search, self.failed))
 
     def num_passed(self, kind: str, name: str) -> int:
         return sum(is_of(case, kind, name) for case in self.passed)

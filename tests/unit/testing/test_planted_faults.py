@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kit_run import shipped
 
 from slime_core.testing.kinds import KINDS
 
@@ -303,9 +304,18 @@ def test_the_fault_is_found_by_name_and_nothing_else(faults, kind, name):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FAULTY_MODELS.items() for name in names])
-def test_the_faults_of_a_model_are_found_by_name_and_nothing_else(faulty_models, kind, name):
-    assert faulty_models.failures_of(kind, name) == FAULTY_MODELS[kind][name]
-    assert faulty_models.num_passed(kind, name) > 5
+def test_the_faults_of_a_model_are_found_by_name_and_nothing_else(models, kind, name):
+    assert models.failures_of(kind, name) == FAULTY_MODELS[kind][name]
+    assert models.num_passed(kind, name) > 5
+
+
+def test_what_ships_with_a_model_keeps_its_contracts(models):
+    for dist in shipped(with_a_model=True):
+        told = [f"{case}\n{text}" for case, text in models.failed.items() if f"{dist}/" in case]
+        assert not told, "\n\n".join(told)
+        assert models.is_sound(dist), f"{dist}\n{models.out}"
+    # Some of acme-models, and only they, were to fail.
+    assert not models.is_sound("acme-models")
 
 
 @pytest.mark.parametrize("name", OF_EVERY_ENTRY)

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
-import pytest
-from kit_run import install, run_kit
+from kit_run import install, run_kit, shipped
 
 from slime_core.cli.scaffold import kinds, plan_new, write
-
-SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"))
-WITH_A_MODEL = {"slime.backends", "slime.engines"}
-ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers"}
-"""What starts a server for each property, or imports for seconds, is proven by the tests of its own target."""
-
-
-def shipped(*, with_a_model):
-    """Names of the distributions that have, or have not, a backend or an engine."""
-    projects = [tomllib.loads(path.read_text())["project"] for path in SHIPPED]
-    here = [project for project in projects if project["name"] not in ELSEWHERE]
-    return [p["name"] for p in here if bool(WITH_A_MODEL & set(p.get("entry-points", {}))) == with_a_model]
 
 
 def scaffolded(folder):
@@ -38,14 +22,10 @@ def scaffolded(folder):
     return names
 
 
-@pytest.mark.parametrize(
-    ("dists", "new"),
-    [(["slime-core", *shipped(with_a_model=False)], True), (shipped(with_a_model=True), False)],
-    ids=["light, and what slime new writes", "with a model"],
-)
-def test_it_keeps_its_contracts(tmp_path, dists, new):
-    written = scaffolded(tmp_path) if new else []
-    dists = [*dists, *written]
+def test_what_has_no_model_and_what_slime_new_writes_keep_their_contracts(tmp_path):
+    """Those with a model are run beside faulty ones, in test_planted_faults."""
+    written = scaffolded(tmp_path)
+    dists = ["slime-core", *shipped(with_a_model=False), *written]
     words = [word for dist in dists for word in ("--slime-plugin", dist)]
     ran = run_kit(tmp_path, *words, path=[tmp_path / dist / "src" for dist in written])
     assert not ran.failed, "\n\n".join(f"{case}\n{text}" for case, text in ran.failed.items())
@@ -53,6 +33,7 @@ def test_it_keeps_its_contracts(tmp_path, dists, new):
     for dist in dists:
         # Converters and hooks have the properties of every entry alone; whether all cases of a kind ran, the kit knows.
         assert any(f"[{dist}/" in case or f":{dist}/" in case for case in ran.passed), f"nothing of {dist} was run"
+        assert ran.is_sound(dist), f"{dist}\n{ran.out}"
 
 
 def test_nothing_that_ships_is_left_out():

@@ -24,7 +24,7 @@ from slime_core.invariant.attention import attend as invariant_attention
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.delta_rule import RecurrencePlan
 from slime_core.training.key_gather import gather_keys
-from slime_core.training.rows import Take
+from slime_core.training.rows import Take, TakeUnique, places_of, take
 from slime_fsdp.segment_table import SegmentTable, runs
 
 PACKED = "slime_packed"
@@ -72,6 +72,8 @@ class AttentionPlan:
     """(N,) int64: the place of each query in the blocks."""
     key_rows: Tensor | None = None
     """int64: the key that fills each place of the blocks or of the kernel's stream; None: as `query_rows`."""
+    key_places: Tensor | None = None
+    """int64: `places_of` the kernel's stream, if it repeats keys only a few times."""
     group: dist.ProcessGroup | None = None
     """Context parallel group to gather keys and values from."""
     invariant: bool = False
@@ -99,8 +101,14 @@ def plan_attention(
         "invariant": invariant,
     }
     if varlen:
-        rows = None if table.key_rows is None else torch.from_numpy(table.key_rows).to(device)
-        return AttentionPlan(**common, key_rows=rows)
+        if table.key_rows is None:
+            return AttentionPlan(**common)
+        places = places_of(table.key_rows)
+        return AttentionPlan(
+            **common,
+            key_rows=torch.from_numpy(table.key_rows).to(device),
+            key_places=None if places is None else torch.from_numpy(places).to(device),
+        )
 
     square, key_starts = table.square, table.key_starts()
     order = np.lexsort((-query_lengths, ~square))
@@ -201,7 +209,7 @@ def attend_varlen(
 ) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
     if plan.key_rows is not None:
-        k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
+        k, v = (take(x, plan.key_rows, plan.key_places) for x in (k, v))
     return attend_packed(
         q,
         k,
@@ -287,15 +295,6 @@ class Pad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         return grads[0].index_select(0, places), None, None
-
-
-class TakeUnique(Take):
-    """`Take` of rows that differ from each other: the backward writes instead of adding."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.shape).index_copy_(0, rows, grads[0]), None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -28,7 +28,7 @@ from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.key_gather import gather_keys
-from slime_core.training.rows import Take
+from slime_core.training.rows import Take, places_of, take
 from slime_megatron.delta_net import DeltaPlan
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
@@ -72,6 +72,8 @@ class AttentionPlan:
     max_keys: int = 0
     key_rows: Tensor | None = None
     """int64: rows of the kernel's keys; None: they are the stream."""
+    key_places: Tensor | None = None
+    """int64: `places_of` them."""
     group: dist.ProcessGroup | None = None
     """Context parallel group to gather keys and values from."""
 
@@ -153,6 +155,7 @@ def plan_attention(
     query_lengths, key_lengths = segments.query_lengths, segments.key_lengths
     if varlen:
         rows = segments.key_rows
+        places = None if rows is None else places_of(rows)
         return AttentionPlan(
             position_ids=position_ids.to(device),
             cu_queries=offsets_of(query_lengths, device),
@@ -160,6 +163,7 @@ def plan_attention(
             max_queries=int(query_lengths.max()),
             max_keys=int(key_lengths.max()),
             key_rows=None if rows is None else torch.from_numpy(rows).to(device),
+            key_places=None if places is None else torch.from_numpy(places).to(device),
             group=group,
         )
     query_starts = np.cumsum(query_lengths) - query_lengths
@@ -275,7 +279,7 @@ class PackedAttention(nn.Module):
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
     if plan.key_rows is not None:
-        k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
+        k, v = (take(x, plan.key_rows, plan.key_places) for x in (k, v))
     return attend_packed(
         q,
         k,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from slime_core.errors import ConfigError, ModelError
 from slime_core.training.head import EntropyMode, chunk_positions
-from slime_core.training.rows import Take
+from slime_core.training.rows import TakeUnique
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
@@ -263,7 +263,7 @@ class PackedGpt(GPTModel):
         first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
         tp_group = parallel_state.get_tensor_model_parallel_group()
         return log_probs_of(
-            Take.apply(hidden_states[:, 0], positions),
+            TakeUnique.apply(hidden_states[:, 0], positions),
             (weight if trained else weight.detach())[: max(self.true_vocab_size - first, 0)],
             targets,
             first=first,
@@ -278,7 +278,7 @@ class PackedGpt(GPTModel):
         if self.value_head is not None:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-            values = self.value_head(Take.apply(hidden_states[:, 0], work.micro.logit_index))
+            values = self.value_head(TakeUnique.apply(hidden_states[:, 0], work.micro.logit_index))
             return values.t()
         log_probs, entropies = self._head(
             hidden_states,

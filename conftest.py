@@ -1,0 +1,37 @@
+"""The order of test files: a long one that begins last leaves a core idle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LONGEST_FIRST = (
+    "tests/unit/testing/test_planted_faults.py",
+    "tests/integration/test_whole_run.py",
+    "tests/unit/testing/test_shipped_plugins.py",
+    "tests/unit/testing/test_kit.py",
+    "tests/integration/test_ray_launcher.py",
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_middlewares.py",
+    "plugins/slime-fsdp/tests/test_two_ranks.py",
+    "plugins/slime-megatron/tests/test_layouts.py",
+    "plugins/slime-megatron/tests/test_checkpoints.py",
+    "plugins/slime-megatron/tests/test_prediction.py",
+    "plugins/slime-megatron/tests/test_routing_replay.py",
+    "plugins/slime-megatron/tests/test_conversion.py",
+    "plugins/slime-megatron/tests/test_whole_run.py",
+    "plugins/slime-megatron/tests/test_contract.py",
+)
+PLACE = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST_FIRST)}
+
+
+def pytest_configure() -> None:
+    gone = [str(file) for file in PLACE if not file.exists()]
+    if gone:
+        raise pytest.UsageError(f"{__file__}: there is no {', '.join(gone)}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: PLACE.get(item.path, len(PLACE)))

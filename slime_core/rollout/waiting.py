@@ -1,0 +1,68 @@
+"""WaitingRequests: requests that no engine has room for, oldest first.
+
+Those that want the same engines wait behind each other: if one of them finds no room, the others need not be asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
+
+from slime_core.types.completion import GenerateRequest
+
+Engines: TypeAlias = tuple[int, ...]
+
+
+class WaitingRequests:
+    """By their ids, which are unique."""
+
+    def __init__(self, every: Engines = ()) -> None:
+        """`every`: a request that carries this very tuple wants any engine, as one with none does."""
+        self._every = every
+        self._queues: dict[Engines, OrderedDict[str, tuple[int, GenerateRequest]]] = {}
+        self._last = 0
+        self._first = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def engines_of(self, request: GenerateRequest) -> Engines:
+        """What it wants; empty: any."""
+        return () if request.engines is self._every else request.engines
+
+    def append(self, request: GenerateRequest) -> None:
+        self._last += 1
+        self._queues.setdefault(self.engines_of(request), OrderedDict())[request.request_id] = (self._last, request)
+
+    def put_first(self, requests: Sequence[GenerateRequest]) -> None:
+        """Before all that wait, in this order."""
+        for request in reversed(requests):
+            self._first -= 1
+            queue = self._queues.setdefault(self.engines_of(request), OrderedDict())
+            queue[request.request_id] = (self._first, request)
+            queue.move_to_end(request.request_id, last=False)
+
+    def pop(self, full: Collection[Engines] = ()) -> GenerateRequest | None:
+        """The oldest, but for those that want engines which are known to be `full`."""
+        heads = [(next(iter(queue.values()))[0], key) for key, queue in self._queues.items() if key not in full]
+        if not heads:
+            return None
+        _, engines = min(heads)
+        _, (_, request) = self._queues[engines].popitem(last=False)
+        self._forget_empty([engines])
+        return request
+
+    def take(self, request_ids: Iterable[str]) -> list[GenerateRequest]:
+        """Removes those that wait, and gives them, oldest first."""
+        taken = [queue.pop(name) for name in request_ids for queue in self._queues.values() if name in queue]
+        self._forget_empty(list(self._queues))
+        return [request for _, request in sorted(taken, key=lambda entry: entry[0])]
+
+    def clear(self) -> None:
+        self._queues.clear()
+
+    def _forget_empty(self, keys: Iterable[Engines]) -> None:
+        for key in keys:
+            if not self._queues[key]:
+                del self._queues[key]
