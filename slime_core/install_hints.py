@@ -33,10 +33,12 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.REWARDS: {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
         "slime-agents": ("retool",),
+        "slime-compat": ("compat",),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
     groups.COLLECTORS: {"slime-distill": ("sft",)},
     groups.FILTERS: {
+        "slime-compat": ("compat",),
         "slime-filters": (
             "nonzero_std",
             "pass_rate_band",
@@ -52,6 +54,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-agents": ("retool", "multi_agent", "openai_agent"),
         "slime-buffer-service": ("outside_agents",),
         "slime-verifiers": ("verifiers",),
+        "slime-compat": ("compat",),
     },
     groups.SOURCES: {"slime-sources": ("stream", "curriculum", "sums"), "slime-verifiers": ("verifiers",)},
     groups.MIDDLEWARES: {

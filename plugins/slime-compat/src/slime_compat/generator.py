@@ -1,0 +1,181 @@
+"""Generators by old functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_compat.old_args import OldArgs
+from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
+from slime_compat.old_sample import Sample as Old
+from slime_compat.old_sample import old_prompt, old_sample
+from slime_compat.plugin import CompatGeneratorConfig
+from slime_compat.requests import ROUTER_HOST, ROUTER_PORT, Asking, asking, sampling_params_of
+from slime_compat.written_tokens import WrittenTokens
+from slime_core.contracts.generator import Episode, Generator
+from slime_core.errors import PluginError, RolloutError
+from slime_core.types.sample import Sample, Status, VersionSpan
+
+FORMS = "(args, sample, sampling_params) or (args, samples, evaluation)"
+
+
+class OldGenerator(Generator):
+    def __init__(self, config: CompatGeneratorConfig) -> None:
+        """PluginError if the function is not there, takes something else, or would hold up the event loop."""
+        self._config = config
+        self._function = resolve(config.path, config.python_path, where="generate.path")
+        self._of_lists = parameters(self._function)[1:2] == ["samples"]
+        if not takes(self._function, 2 if self._of_lists else 3):
+            raise wrong_form(config.path, self._function, "generate.path", FORMS)
+        if not inspect.iscoroutinefunction(self._function):
+            raise PluginError(
+                f'generate.path = "{config.path}": it is no coroutine (async def): while it waits, the whole run would.'
+            )
+        self._evaluation = takes_keyword(self._function, "evaluation")
+
+    async def generate(self, episode: Episode) -> Sequence[Sample]:
+        """RolloutError if what the function returns cannot be a sample."""
+        if episode.prompt.images:
+            raise RolloutError(f'generate.path = "{self._config.path}": old generate functions get no images.')
+        index = episode.trajectory().index
+        written = WrittenTokens(episode.kept)
+        token = asking.set(Asking(episode, written))
+        try:
+            returned = await self._call(episode, index)
+        finally:
+            asking.reset(token)
+        listed = returned if isinstance(returned, list | tuple) else [returned]
+        return [self._sample(old, episode, index, written) for old in listed]
+
+    async def _call(self, episode: Episode, index: int) -> Any:
+        old = old_prompt(episode.prompt, index) if episode.kept is None else old_sample(episode.kept)
+        args = OldArgs(self._defaults(episode) | self._config.args, "generate.args")
+        keywords = {"evaluation": episode.evaluation} if self._evaluation else {}
+        if self._of_lists:
+            return await self._function(args, [old], **keywords)
+        return await self._function(args, old, sampling_params_of(episode.sampling), **keywords)
+
+    def _defaults(self, episode: Episode) -> dict[str, Any]:
+        """What the episode knows of the run. The router's address is always the one that `post` looks for."""
+        return {
+            "sglang_router_ip": ROUTER_HOST,
+            "sglang_router_port": ROUTER_PORT,
+            "sglang_server_concurrency": 512,
+            "rollout_temperature": episode.sampling.temperature,
+            "rollout_top_p": episode.sampling.top_p,
+            "rollout_top_k": episode.sampling.top_k,
+            "rollout_max_response_len": episode.sampling.max_new_tokens,
+            "rollout_max_context_len": episode.max_context_len,
+            "partial_rollout": False,
+            "use_rollout_routing_replay": False,
+        }
+
+    def _sample(self, old: Any, episode: Episode, index: int, written: WrittenTokens) -> Sample:
+        """The kernel's sample of what the function returned."""
+        fail = self._failure(index)
+        if not all(
+            hasattr(old, name) for name in Old.__dataclass_fields__ if name in ("tokens", "response_length", "status")
+        ):
+            raise fail(f"returned {type(old).__name__}, and a Sample or a list of Samples is wanted")
+        # An answer that was aborted before its first request has no tokens yet.
+        tokens = np.asarray(old.tokens if len(old.tokens) else episode.prompt.token_ids, np.int32)
+        length = int(old.response_length)
+        start = len(tokens) - length
+        if start < 1 or length < 0:
+            raise fail(f"has {len(tokens)} tokens and response_length {length}, which leaves {start} for the prompt")
+        mask = np.ones(length, np.uint8) if old.loss_mask is None else np.asarray(old.loss_mask, np.uint8)
+        if len(mask) != length:
+            raise fail(f"has a loss_mask of {len(mask)} and response_length {length}")
+        found = written.find(tokens)
+        log_probs = found.log_probs[start:].copy()
+        unknown = (mask == 1) & ~found.known[start:]
+        if unknown.any():
+            log_probs[unknown] = self._given(old, unknown, length, fail)
+        log_probs[mask == 0] = 0
+        spans = tuple(span for span in response_spans(found.spans, start))
+        prompt = episode.prompt
+        if not np.array_equal(tokens[:start], prompt.token_ids):
+            text = str(episode.tokenizer.decode(tokens[:start].tolist(), skip_special_tokens=False))
+            prompt = replace(prompt, token_ids=tokens[:start], text=text)
+        oldest = min(written.versions, default=episode.versions[-1])
+        number, parts = self._reward(old.reward, fail)
+        return Sample(
+            index=index,
+            group_index=episode.prompt.group_index,
+            rollout_id=index,
+            prompt=prompt,
+            tokens=tokens,
+            prompt_length=start,
+            loss_mask=mask,
+            rollout_log_probs=log_probs,
+            response=str(old.response),
+            spans=with_unknown(spans, unknown, oldest),
+            status=self._status(old.status, fail),
+            reward=number,
+            reward_parts=parts,
+            remove_sample=bool(old.remove_sample),
+            metadata=dict(old.metadata or {}),
+            routed_experts=found.routed_experts,
+        )
+
+    def _given(
+        self, old: Any, unknown: npt.NDArray[np.bool_], length: int, fail: Any
+    ) -> npt.NDArray[np.float32] | float:
+        """Log-probs of tokens that were not found, as the function says them."""
+        given = old.rollout_log_probs
+        if given is not None and len(given) == length:
+            return np.asarray(given, np.float32)[unknown]
+        if given is not None and len(given):
+            raise fail(f"has {len(given)} rollout_log_probs and response_length {length}")
+        if self._config.missing_log_probs == "zero":
+            return 0.0
+        first = int(np.flatnonzero(unknown)[0])
+        raise fail(
+            f"trains {int(unknown.sum())} response tokens, the first at {first}, that no engine wrote behind what is before "
+            "them: text was tokenised again, probably. Append the ids of output_token_logprobs instead, give loss_mask 0, set "
+            "rollout_log_probs, or say generate.missing_log_probs zero"
+        )
+
+    def _status(self, status: Any, fail: Any) -> Status:
+        try:
+            told = Status(getattr(status, "value", status))
+        except ValueError:
+            raise fail(f"has status {status!r}; there are {', '.join(Status)}") from None
+        # Functions that set none had their samples trained like complete ones.
+        return Status.COMPLETED if told is Status.PENDING else told
+
+    def _reward(self, reward: Any, fail: Any) -> tuple[float | None, dict[str, float]]:
+        if reward is None:
+            return None, {}
+        if not isinstance(reward, dict):
+            return float(reward), {}
+        key = self._config.args.get("reward_key")
+        numbers = {str(name): float(value) for name, value in reward.items() if isinstance(value, Real)}
+        if key not in numbers:
+            raise fail(f"has rewards {sorted(numbers)}; say in generate.args.reward_key which one counts")
+        return numbers[key], numbers
+
+    def _failure(self, index: int) -> Any:
+        def fail(what: str) -> RolloutError:
+            return RolloutError(f'generate.path = "{self._config.path}": sample {index} {what}.')
+
+        return fail
+
+
+def response_spans(spans: Sequence[VersionSpan], start: int) -> list[VersionSpan]:
+    """Of the response alone, which begins at `start`."""
+    moved = [VersionSpan(v, max(s - start, 0), e - start) for v, s, e in spans]
+    return [span for span in moved if span.end > span.start]
+
+
+def with_unknown(spans: Sequence[VersionSpan], unknown: npt.NDArray[np.bool_], version: int) -> tuple[VersionSpan, ...]:
+    """Trained tokens that nobody saw written count as the oldest version's."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], unknown.astype(np.int8), [0]])))
+    runs = [VersionSpan(version, int(s), int(e)) for s, e in zip(edges[::2], edges[1::2], strict=True)]
+    return tuple(sorted([*spans, *runs], key=lambda span: span.start))

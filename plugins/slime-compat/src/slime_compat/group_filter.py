@@ -1,0 +1,56 @@
+"""Group filters by old functions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slime_compat.old_args import OldArgs
+from slime_compat.old_function import resolve, takes, wrong_form
+from slime_compat.old_sample import old_sample
+from slime_compat.plugin import OldFunctionConfig
+from slime_core.contracts.filter import FilterDecision, GroupFilter
+from slime_core.errors import RolloutError
+from slime_core.types.sample import SampleGroup
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What old filters return, beside True and False."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+class OldFilter(GroupFilter):
+    """`remove_sample`, set by the function on samples of a group that it keeps, leaves these out of training."""
+
+    def __init__(self, config: OldFunctionConfig) -> None:
+        """PluginError if the function is not there, or takes something else."""
+        self._path = config.path
+        self._args = OldArgs(config.args, "rollout.filters.args")
+        self._function = resolve(config.path, config.python_path, where="rollout.filters.path")
+        if not takes(self._function, 2):
+            raise wrong_form(config.path, self._function, "rollout.filters.path", "(args, samples)")
+
+    def decide(self, group: SampleGroup) -> FilterDecision:
+        samples = [old_sample(sample) for sample in group.samples]
+        told = self._function(self._args, samples)
+        keep = getattr(told, "keep", told)
+        # numpy and torch have their own bools.
+        if keep is None or isinstance(keep, str) or not hasattr(keep, "__bool__"):
+            raise RolloutError(
+                f'rollout.filters.path = "{self._path}": it returned {told!r}; True or False is wanted, or an object with keep '
+                "and reason."
+            )
+        if keep:
+            untrained = tuple(place for place, sample in enumerate(samples) if sample.remove_sample)
+            return FilterDecision(keep=True, untrained=untrained)
+        reason = getattr(told, "reason", None) or self._path.rpartition(".")[2]
+        # It stands in a metric's name.
+        return FilterDecision(
+            keep=False,
+            reason=re.sub(r"[^\w.+-]+", "_", str(reason)),
+            keep_when_insufficient=bool(getattr(told, "keep_when_insufficient", False)),
+        )

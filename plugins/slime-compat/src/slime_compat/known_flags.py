@@ -1,0 +1,247 @@
+"""What is known of flags that have no key of the same name here. Names without dashes in front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+SHAPE_WORDS: Final = """
+    num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels
+    swiglu untie-embeddings-and-output-weights vocab-size make-vocab-size-divisible-by rotary-base rotary-percent
+    rotary-interleaved use-rotary-position-embeddings position-embedding-type rope-type rotary-scaling-factor
+    use-rope-scaling rope-scaling-factor original-max-position-embeddings beta-fast beta-slow mscale mscale-all-dim
+    normalization norm-epsilon layernorm-epsilon disable-bias-linear add-qkv-bias qk-layernorm num-experts
+    moe-ffn-hidden-size moe-layer-freq moe-router-topk moe-router-score-function moe-router-pre-softmax
+    moe-router-enable-expert-bias moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor
+    moe-shared-expert-intermediate-size moe-shared-expert-gate multi-latent-attention q-lora-rank kv-lora-rank
+    qk-head-dim qk-pos-emb-head-dim v-head-dim no-rope-fusion apply-layernorm-1p max-position-embeddings seq-length
+    spec post-self-attn-layernorm post-mlp-layernorm use-gated-attention attention-output-gate no-masked-softmax-fusion
+    hidden-dropout attention-dropout linear-num-value-heads linear-num-key-heads linear-key-head-dim
+    linear-value-head-dim linear-conv-kernel-dim full-attention-interval mtp-num-layers model-name tokenizer-type
+    tokenizer-model
+"""
+SHAPE: Final = frozenset(SHAPE_WORDS.split())
+"""The model's shape and tokenizer, which its folder says here."""
+
+MEGATRON_WORDS: Final = """
+    recompute-granularity recompute-method recompute-num-layers recompute-modules moe-token-dispatcher-type
+    moe-enable-deepep moe-grouped-gemm moe-permute-fusion moe-router-load-balancing-type moe-aux-loss-coeff
+    moe-z-loss-coeff moe-router-dtype moe-router-bias-update-rate moe-shared-expert-overlap optimizer-cpu-offload
+    optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
+    num-layers-in-first-pipeline-stage num-layers-in-last-pipeline-stage overlap-grad-reduce fp8-format fp8-recipe
+    tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size virtual-pipeline-model-parallel-size
+    context-parallel-size expert-model-parallel-size expert-tensor-parallel-size use-distributed-optimizer bf16 fp16
+"""
+MEGATRON: Final = frozenset(MEGATRON_WORDS.split())
+"""Options of Megatron's that keep their names in the backend megatron, whether or not Megatron is installed where a line is
+translated."""
+RENAMED_MEGATRON: Final = {
+    "decoder-first-pipeline-num-layers": "num-layers-in-first-pipeline-stage",
+    "decoder-last-pipeline-num-layers": "num-layers-in-last-pipeline-stage",
+}
+TRAINING_MEGATRON: Final = frozenset(
+    {"moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate", "fp8-format", "fp8-recipe", "fp16"}
+)
+"""Of these, what another backend cannot leave out without changing what is trained."""
+
+WITHOUT_EFFECT: Final[Mapping[str, str]] = {
+    "accumulate-allreduce-grads-in-fp32": "gradients are summed in float32 here",
+    "attention-backend": "backends choose their attention",
+    "attention-softmax-in-fp32": "backends choose their attention",
+    "balance-by-flops": "micro-batches are balanced by estimated operations (train.balance_data)",
+    "check-weight-update-equal": "transports compare checksums",
+    "ckpt-format": "checkpoints have one format",
+    "ci-test": "these checks are tests here",
+    "ci-load-grad-norm": "these checks are tests here",
+    "ci-save-grad-norm": "these checks are tests here",
+    "ci-train-rollout-logprob-abs-diff-threshold": "the difference is a metric, train_rollout_logprob_abs_diff",
+    "ci-disable-kl-checker": "these checks are tests here",
+    "deterministic-mode": "runs are seeded, see `slime config explain seed`",
+    "distributed-backend": "the device decides",
+    "distributed-timeout-minutes": "lost ranks are noticed by the launcher",
+    "finetune": "a run starts with a fresh optimiser unless it resumes",
+    "http-proxy": "engines are asked directly",
+    "log-interval": "every step is logged",
+    "fsdp-state-dict-cpu-offload": "checkpoints are written shard by shard",
+    "memory-recorder": "see debug.record_memory_history",
+    "memory-snapshot-dir": "snapshots go to profile/ in the run folder",
+    "megatron-to-hf-mode": "bridges are chosen by config.json",
+    "no-check-for-nan-in-loss-and-grad": "see train.on_nonfinite and max_skipped_steps",
+    "no-load-optim": "a run starts with a fresh optimiser unless it resumes",
+    "no-load-rng": "a run starts with its own seed unless it resumes",
+    "num-data-workers": "rows are read as they are drawn",
+    "num-workers": "rows are read as they are drawn",
+    "rollout-global-dataset": "this is the default",
+    "router-balance-abs-threshold": "see router.middlewares",
+    "train-env-vars": "say it in the environment of the run",
+    "transformer-impl": "Transformer Engine is used where it is installed",
+    "update-weight-buffer-size": "the transport's own bucket size, see `slime config explain bucket_bytes`",
+    "slime-router-health-check-failure-threshold": "see rollout.rollout_health_check_interval",
+    "slime-router-max-connections": "see rollout.concurrency",
+    "slime-router-timeout": "see engine.request_timeout",
+    "update-weight-delta-checksum": "an option of the transport, see `slime config explain`",
+    "update-weight-delta-encoding": "an option of the transport, see `slime config explain`",
+    "update-weight-disk-dir": "an option of the transport, see `slime config explain`",
+    "update-weight-disk-keep-files": "an option of the transport, see `slime config explain`",
+    "update-weight-local-checkpoint-dir": "an option of the transport, see `slime config explain`",
+    "use-distributed-post": "requests are sent by one client",
+    "use-slime-router": "the run spreads requests itself; policies are router.middlewares",
+    "data-pad-size-multiplier": "packed micro-batches are not padded to it",
+}
+"""Left out: nothing that is trained depends on it. With why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A flag that has no counterpart."""
+
+    why: str
+    what_to_do: str
+    trains: bool = True
+    """Leaving it out changes what is trained."""
+
+
+def hook(point: str, example: str, *, trains: bool = True) -> Missing:
+    return Missing("a function with this signature cannot be called here", f"write {point}, see {example}", trains)
+
+
+MISSING: Final[Mapping[str, Missing]] = {
+    "rollout-sample-hook-path": hook("a generator that wraps another one (slime.generators)", "slime new"),
+    "rollout-sample-filter-path": hook(
+        "a group filter (slime.filters); the reward, filter and generator compat know remove_sample", "slime new"
+    ),
+    "rollout-all-samples-process-path": hook(
+        "an observer, hook groups_finished", "slime_core/hookspecs.py", trains=False
+    ),
+    "custom-reward-post-process-path": hook("an advantage estimator or a shaper (slime.advantages)", "slime-grpo"),
+    "custom-convert-samples-to-train-data-path": hook("a generator whose samples have these columns", "slime-agents"),
+    "rollout-data-postprocess-path": hook("an advantage estimator (slime.advantages)", "slime-grpo"),
+    "custom-advantage-function-path": hook("an advantage estimator (slime.advantages)", "slime-reinforce"),
+    "custom-loss-function-path": hook("a loss (slime.losses)", "slime-grpo"),
+    "custom-pg-loss-reducer-function-path": Missing(
+        "how token losses are averaged is a name", "say --aggregation seq_mean, token_mean or constant"
+    ),
+    "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
+    "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
+    "custom-model-provider-path": hook("a bridge (slime_megatron.bridges)", "slime-megatron"),
+    "custom-megatron-init-path": Missing(
+        "trainers are not patched at run time", "change the backend's options, or a bridge"
+    ),
+    "custom-megatron-before-log-prob-hook-path": Missing("trainers are not patched at run time", "write a bridge"),
+    "custom-megatron-before-train-step-hook-path": Missing("trainers are not patched at run time", "write a bridge"),
+    "custom-update-weight-post-write-path": hook("a transport (slime.transports)", "slime-sglang", trains=False),
+    "slime-router-middleware-paths": hook("a middleware (slime.middlewares)", "slime-router", trains=False),
+    "keep-old-actor": Missing("no second copy of the actor is kept", "say --use-rollout-logprobs, or leave it out"),
+    "ref-ckpt-step": Missing(
+        "a reference is a Hugging Face folder", "convert that step: slime convert, then --ref-load"
+    ),
+    "opd-teacher-ckpt-step": Missing(
+        "a teacher is a Hugging Face folder", "convert that step, then --opd-teacher-load"
+    ),
+    "load-debug-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
+    "allgather-cp": Missing("sequences are shared in zigzag", "leave it out", trains=False),
+    "attn-implementation": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
+    "fsdp-cpu-offload": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
+    "gradient-checkpointing": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
+    "recompute-loss-function": Missing("the backend decides", "leave it out", trains=False),
+    "release-train": Missing("trainers sleep between steps", "say --colocate or --offload-train", trains=False),
+    "qwen-gdn-backend": Missing("the backend has one kernel", "leave it out", trains=False),
+    "megatron-deepgemm-forward-layers": Missing("forwards are computed in one precision", "leave it out"),
+    "megatron-deepgemm-moe-forward-layers": Missing("forwards are computed in one precision", "leave it out"),
+    "freeze-indexer": Missing("indexers are never trained", "leave it out", trains=False),
+    "gradient-accumulation-steps": Missing(
+        "it follows from the batch sizes", "say --global-batch-size and --micro-batch-size"
+    ),
+    "eval-max-context-len": Missing("evaluation has the run's", "say --rollout-max-context-len", trains=False),
+    "megatron-config-path": Missing("roles have tables", "say roles.critic.* in the run file"),
+    "start-rollout-id": Missing("a run counts its steps itself", "slime run run.toml --resume FOLDER"),
+    "load-debug-rollout-data-subsample": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
+    "load-forge-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
+    "fetch-trajectory-retry-times": Missing("trajectories come from another service here", "see slime-buffer-service"),
+    "min-batch-collection-ratio": Missing("a step has all its groups", "see rollout.over_sampling_batch_size"),
+    "rollout-task-type": Missing("trajectories come from another service here", "see slime-buffer-service"),
+    "rollout-buffer-url": Missing("trajectories come from another service here", "see slime-buffer-service"),
+    "disable-rollout-global-dataset": Missing(
+        "a run has a data source", "write one (slime.sources), see slime-sources"
+    ),
+    "disable-compute-advantages-and-returns": Missing(
+        "the algorithm decides", "choose one without advantages: --algo sft"
+    ),
+    "use-rollout-entropy": Missing("the entropy is computed while training", "leave it out", trains=False),
+    "no-save-optim": Missing("checkpoints are whole, so that a run can go on", "leave it out", trains=False),
+    "ckpt-step": Missing("it belongs to the command", "slime run run.toml --ckpt-step N", trains=False),
+    "sglang-config": Missing("groups of engines are tables", "see engines.* and engine.servers", trains=False),
+    "sglang-router-ip": Missing(
+        "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
+    ),
+    "sglang-router-port": Missing(
+        "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
+    ),
+    "eval-config": Missing(
+        "evaluation sets are tables of the run file", "write them in [eval.datasets.NAME]", trains=False
+    ),
+    "eval-function-path": Missing("each set names its generator", "say eval.datasets.NAME.generate", trains=False),
+    "rollout-data-transport": Missing("batches go through the launcher", "leave it out", trains=False),
+    "use-stateless-adam": Missing("Adam keeps its moments", "say --optimizer sgd for no state at all"),
+    "reset-optimizer-states": Missing("the optimiser's state is kept through a run", "leave it out"),
+    "loss-mask-type": Missing("masks follow the chat template", "see the collector sft: --collector.loss-mask-type"),
+    "rm-url": Missing("only the reward remote asks a URL", "say --reward remote --reward.rm-url URL", trains=False),
+}
+
+HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "rollout-function-path": (
+        "slime.rollout.sglang_rollout.generate_rollout",
+        "slime.rollout.sft_rollout.generate_rollout",
+    ),
+    "eval-function-path": ("slime.rollout.sglang_rollout.generate_rollout",),
+    "buffer-filter-path": ("slime.rollout.data_source.pop_first",),
+    "data-source-path": (
+        "slime.rollout.data_source.RolloutDataSource",
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    ),
+}
+"""Hook paths that name what a run does anyway."""
+OTHER_HOOKS: Final[Mapping[str, Missing]] = {
+    "rollout-function-path": hook("a collector (slime.collectors); most need a generator alone", "slime new"),
+    "buffer-filter-path": hook("a buffer filter (slime.filters)", "slime-filters"),
+    "data-source-path": hook("a data source (slime.sources)", "slime-sources"),
+}
+
+REWARDS: Final[Mapping[str, str]] = {
+    "math": "math",
+    "dapo": "dapo",
+    "deepscaler": "deepscaler",
+    "f1": "f1",
+    "gpqa": "gpqa",
+    "ifbench": "ifbench",
+    "remote_rm": "remote",
+    "random": "random",
+}
+"""--rm-type to the reward here."""
+
+ARGS_BY_DEFAULT: Final[Mapping[str, Any]] = {
+    "apply_chat_template": False,
+    "custom_generate_function_path": None,
+    "custom_rm_path": None,
+    "eval_reward_key": None,
+    "group_rm": False,
+    "label_key": None,
+    "n_samples_per_eval_prompt": 1,
+    "n_samples_per_prompt": 1,
+    "partial_rollout": False,
+    "reward_key": None,
+    "rm_type": None,
+    "rm_url": None,
+    "rollout_max_context_len": None,
+    "rollout_max_prompt_len": None,
+    "rollout_skip_special_tokens": False,
+    "rollout_stop": None,
+    "rollout_stop_token_ids": None,
+    "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
+    "rollout_top_p": 1.0,
+    "sglang_server_concurrency": 512,
+    "use_rollout_routing_replay": False,
+}
+"""What old functions find in `args` though no launch line said it."""

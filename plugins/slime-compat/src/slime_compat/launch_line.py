@@ -1,0 +1,143 @@
+"""How a run was launched: the words behind train.py, from a command line or from a script that bash expands.
+
+A script is run by bash, since only bash knows what its arrays become; but what it calls is recorded and not run. bash finds
+a few programs that only read text; every other command, and all that would start, end or write something, is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from slime_core.errors import ConfigError
+
+ENTRIES: Final = ("train.py", "train_async.py")
+TIMEOUT_S: Final = 60.0
+READING: Final = (
+    "awk",
+    "basename",
+    "cut",
+    "date",
+    "dirname",
+    "expr",
+    "grep",
+    "head",
+    "hostname",
+    "readlink",
+    "realpath",
+)
+READING_TOO: Final = ("sed", "seq", "sort", "tail", "tr", "uname", "wc")
+CALLED: Final = """
+    apptainer bash chmod conda cp curl docker git hf huggingface-cli kill killall ln mkdir mpirun mv nohup nvidia-smi
+    pip pip3 pkill python python3 ray rm rmdir rocm-smi rsync sbatch scp sh singularity sleep srun ssh sudo tee timeout
+    torchrun uv wandb wget
+"""
+"""Functions by these names win over whatever a script puts on its PATH."""
+
+PRELUDE: Final = """\
+set -o noclobber
+__called() { printf '%s\\0' "$#" "${PYTHONPATH-}" "$@" >> "$SLIME_COMPAT_CALLS"; [ "$1" != tee ] || cat > /dev/null; }
+command_not_found_handle() { __called "$@"; return 0; }
+for __name in CALLED; do eval "$__name() { __called $__name \\"\\$@\\"; }"; done
+unset __name
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchLine:
+    entry: str
+    """Path of train.py or train_async.py, as it was typed."""
+    words: tuple[str, ...]
+    """Behind it."""
+    python_path: tuple[str, ...]
+    """Where the launched Python looks for modules: the folder of train.py, then PYTHONPATH."""
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.entry.endswith("train_async.py")
+
+
+def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None:
+    """None if these words start something else. Of several wrappers (`ray job submit ... -- python3`) the last one's Python
+    counts."""
+    places = [n for n, word in enumerate(words) if Path(word).name in ENTRIES]
+    if not places:
+        return None
+    at = places[0]
+    folders = [str(Path(words[at]).parent), *python_path.split(":"), *of_runtime_env(words[:at])]
+    return LaunchLine(
+        entry=words[at],
+        words=tuple(words[at + 1 :]),
+        python_path=tuple(dict.fromkeys(folder for folder in folders if folder)),
+    )
+
+
+def of_runtime_env(words: Sequence[str]) -> list[str]:
+    """PYTHONPATH in Ray's runtime environment."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, has_value, value = word.partition("=")
+        if name == "--runtime-env-json":
+            try:
+                env = json.loads(value if has_value else following)
+            except ValueError as error:
+                raise ConfigError(f"--runtime-env-json: not valid JSON: {error}.") from error
+            return str(env.get("env_vars", {}).get("PYTHONPATH", "")).split(":")
+    return []
+
+
+def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
+    """ConfigError if the script cannot be read, starts no training, or several."""
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such launch script.")
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError(
+            f"{script}: bash is needed to expand it. Give the line behind -- instead: -- python3 train.py ..."
+        )
+    with tempfile.TemporaryDirectory() as made:
+        calls, prelude, programs = Path(made, "calls"), Path(made, "prelude"), Path(made, "bin")
+        calls.touch()
+        prelude.write_text(PRELUDE.replace("CALLED", " ".join(CALLED.split())))
+        programs.mkdir()
+        for name in (*READING, *READING_TOO, "cat"):
+            if (found := shutil.which(name)) is not None:
+                (programs / name).symlink_to(found)
+        env = {**os.environ, "PATH": str(programs), "BASH_ENV": str(prelude), "SLIME_COMPAT_CALLS": str(calls)}
+        try:
+            ended = subprocess.run(
+                [bash, str(script), *arguments],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{script}: bash did not come to its end within {TIMEOUT_S:g} s.") from None
+        lines = [line for line in (from_words(*call) for call in recorded(calls)) if line is not None]
+    distinct = list(dict.fromkeys(lines))
+    if len(distinct) == 1:
+        return distinct[0]
+    if distinct:
+        raise ConfigError(f"{script}: it starts {len(distinct)} trainings; give the line of one behind -- instead.")
+    last = "\n".join(ended.stderr.strip().splitlines()[-3:])
+    told = f" bash ended with exit code {ended.returncode}: {last}" if ended.returncode else ""
+    raise ConfigError(f"{script}: it starts no {' or '.join(ENTRIES)}.{told}")
+
+
+def recorded(calls: Path) -> Iterator[tuple[list[str], str]]:
+    """Words and PYTHONPATH of each command that was called."""
+    fields = calls.read_text(errors="replace").split("\0")[:-1]
+    while fields:
+        count = int(fields[0])
+        yield fields[2 : 2 + count], fields[1]
+        del fields[: 2 + count]

@@ -1,0 +1,193 @@
+"""How old generate functions reach the engines: `post` at the router's URL, which is answered by the episode.
+
+So a request has what every request of a run has: whichever engine there is, its place in a pause for new weights, another
+engine if one is lost, and the version of each token. Other URLs are asked over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+import numpy as np
+
+from slime_compat.written_tokens import WrittenTokens
+from slime_core.errors import RolloutError
+from slime_core.types.completion import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_core.contracts.generator import Episode
+
+ROUTER_HOST: Final = "slime-compat.invalid"
+"""`args.sglang_router_ip`. A name that never resolves: who asks it by another client than `post` fails at once, with a
+message that has this name in it."""
+ROUTER_PORT: Final = 30000
+ATTEMPTS: Final = 5
+PARAMS: Final = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_new_tokens": int,
+    "repetition_penalty": float,
+}
+IGNORED: Final = frozenset({"no_stop_trim", "spaces_between_special_tokens", "sampling_seed", "n"})
+"""Of text alone, or decided by the run."""
+
+
+class Asking:
+    """One episode of an old function: its requests are numbered by the kernel, so it makes them one after the other or
+    together, as it likes."""
+
+    def __init__(self, episode: Episode, written: WrittenTokens) -> None:
+        self.episode = episode
+        self.written = written
+
+    async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The answer to SGLang's /generate. RolloutError for what an episode cannot ask."""
+        sampling, trimmed = self._sampling(payload.get("sampling_params") or {})
+        if unknown := sorted(
+            {"image_data", "video_data", "audio_data", "stream"} & {k for k, v in payload.items() if v}
+        ):
+            raise RolloutError(
+                f"an old generate function asked /generate with {', '.join(unknown)}; only tokens are sent."
+            )
+        tokenizer = self.episode.tokenizer
+        ids = payload.get("input_ids")
+        if ids is None:
+            ids = tokenizer(payload["text"], add_special_tokens=False)["input_ids"]
+        if not len(ids) or not isinstance(ids[0], int):
+            raise RolloutError("an old generate function asked /generate with input_ids that are no list of token ids.")
+        tokens = np.asarray(ids, np.int32)
+        completion = await self.episode.complete(tokens, sampling)
+        self.written.add(tokens, completion)
+        return self._answer(completion, len(tokens), sampling, trimmed)
+
+    def _sampling(self, params: dict[str, Any]) -> tuple[SamplingParams, bool]:
+        """Also whether stop strings are cut off the text."""
+        stop, stop_ids = params.get("stop") or (), params.get("stop_token_ids") or ()
+        given = {name: kind(params[name]) for name, kind in PARAMS.items() if params.get(name) is not None}
+        if params.get("n", 1) != 1:
+            raise RolloutError("an old generate function asked for several answers at once (n); ask once for each.")
+        if unknown := sorted(set(params) - set(PARAMS) - IGNORED - {"stop", "stop_token_ids", "skip_special_tokens"}):
+            raise RolloutError(
+                f"an old generate function asked with sampling_params {', '.join(unknown)}, which engines are not asked for. "
+                f"Known: {', '.join([*PARAMS, 'stop', 'stop_token_ids', 'skip_special_tokens'])}."
+            )
+        given.setdefault("max_new_tokens", self.episode.sampling.max_new_tokens)
+        sampling = SamplingParams(
+            **given,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(stop_ids),
+            skip_special_tokens=bool(params.get("skip_special_tokens", True)),
+        )
+        return sampling, not params.get("no_stop_trim", False)
+
+    def _answer(self, completion: Completion, asked: int, sampling: SamplingParams, trimmed: bool) -> dict[str, Any]:
+        ids: list[int] = completion.token_ids.tolist()
+        text = str(self.episode.tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
+        finish: dict[str, Any] = {"type": completion.finish_reason.value}
+        if completion.finish_reason is FinishReason.LENGTH:
+            finish["length"] = len(ids)
+        if completion.finish_reason is FinishReason.STOP and ids:
+            stopped_by = next((stop for stop in sampling.stop if text.endswith(stop)), None)
+            finish["matched"] = stopped_by or ids[-1]
+            if stopped_by and trimmed:
+                text = text.removesuffix(stopped_by)
+        versions = [span.version for span in completion.spans] or [self.episode.versions[-1]]
+        return {
+            "text": text,
+            "output_ids": ids,
+            "meta_info": {
+                "id": completion.request_id,
+                "finish_reason": finish,
+                "output_token_logprobs": [
+                    [log_prob, token, None] for log_prob, token in zip(completion.log_probs.tolist(), ids, strict=True)
+                ],
+                "weight_version": str(versions[-1]),
+                "prompt_tokens": asked,
+                "completion_tokens": len(ids),
+                "cached_tokens": completion.cached_tokens,
+            },
+        }
+
+
+asking: ContextVar[Asking] = ContextVar("slime_compat_asking")
+"""Whose requests these are: tasks that a function starts inherit it."""
+
+
+def current(what: str) -> Asking:
+    found = asking.get(None)
+    if found is None:
+        raise RolloutError(
+            f"{what} was called outside a generate function; only the generator compat has engines for it."
+        )
+    return found
+
+
+async def post(url: str, payload: Any, max_retries: int = ATTEMPTS, headers: dict[str, str] | None = None) -> Any:
+    """JSON to JSON. RolloutError for the router's other routes, which are the run's own business."""
+    address = httpx.URL(url)
+    if address.host != ROUTER_HOST:
+        return await over_http("POST", url, max_retries, json=payload, headers=headers)
+    if address.path != "/generate":
+        raise RolloutError(f"an old generate function asked the router for {address.path}; only /generate is answered.")
+    return await current("post").generate(payload)
+
+
+async def get(url: str) -> Any:
+    return await over_http("GET", url, ATTEMPTS)
+
+
+async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any:
+    """Asks again after errors of the network and of the server, up to `attempts` times."""
+    async with httpx.AsyncClient(timeout=None) as client:
+        for attempt in range(1, attempts + 1):
+            try:
+                answer = await client.request(method, url, **options)
+                answer.raise_for_status()
+                return answer.json()
+            except httpx.HTTPError as error:
+                refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+                if attempt == attempts or refused:
+                    raise
+            await asyncio.sleep(min(2.0**attempt, 30.0))
+    return None
+
+
+class GenerateState:
+    """What old generate functions take the tokenizer from. Made anew wherever it is asked for: it belongs to the episode."""
+
+    def __init__(self, args: Any) -> None:
+        episode = current("GenerateState").episode
+        self.args = args
+        self.tokenizer: PreTrainedTokenizerBase = episode.tokenizer
+        self.processor = None
+        self.prompt_ids: list[int] = episode.prompt.token_ids.tolist()
+        self.sampling_params = sampling_params_of(episode.sampling)
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+        self.aborted = False
+
+
+def sampling_params_of(sampling: SamplingParams) -> dict[str, Any]:
+    """As old generate functions are given them."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling.min_new_tokens:
+        params["min_new_tokens"] = sampling.min_new_tokens
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    return params

@@ -1,0 +1,73 @@
+"""Rewards by old functions: of one sample, of a group, or of prompt and response."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Awaitable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from slime_compat.old_args import OldArgs
+from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
+from slime_compat.old_sample import Sample, old_sample
+from slime_compat.plugin import CompatRewardConfig
+from slime_core.contracts.reward import Reward, RewardValue
+from slime_core.errors import RewardError
+from slime_core.types.sample import SampleGroup
+
+
+class OldReward(Reward):
+    """Coroutines of one group run together in one event loop, which stays open from group to group: old modules keep
+    connections."""
+
+    def __init__(self, config: CompatRewardConfig) -> None:
+        """PluginError if the function is not there, or takes something else."""
+        self._path = config.path
+        self._group = config.group
+        self._args = OldArgs(config.args, "reward.args")
+        self._function = resolve(config.path, config.python_path, where="reward.path")
+        self._by_text = not config.group and parameters(self._function)[:2] == ["prompt", "response"]
+        if not takes(self._function, 2):
+            told = (
+                "(args, samples), with reward.group" if config.group else "(args, sample) or (prompt, response, label)"
+            )
+            raise wrong_form(config.path, self._function, "reward.path", told)
+        self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
+
+    def score(self, group: SampleGroup) -> Sequence[RewardValue]:
+        samples = [old_sample(sample) for sample in group.samples]
+        return [self._value(value) for value in self._loop.run_until_complete(self._values(samples))]
+
+    async def _values(self, samples: list[Sample]) -> Sequence[Any]:
+        if not self._group:
+            return await asyncio.gather(*(self._one(sample) for sample in samples))
+        values = await finished(self._function(self._args, samples))
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise RewardError(
+                f"{self._path} returned {values!r}; with reward.group a list is wanted, a value for each sample."
+            )
+        return values
+
+    async def _one(self, sample: Sample) -> Any:
+        if not self._by_text:
+            return await finished(self._function(self._args, sample))
+        label = {"label": sample.label} if takes_keyword(self._function, "label") else {}
+        return await finished(self._function(sample.prompt, sample.response, **label))
+
+    def _value(self, value: Any) -> RewardValue:
+        """Of named values the numbers: a run logs them, and text beside them has no place."""
+        if isinstance(value, Mapping):
+            numbers = {str(key): float(number) for key, number in value.items() if isinstance(number, Real)}
+            if not numbers:
+                raise RewardError(f"{self._path} returned {dict(value)!r}, which has no number.")
+            return numbers
+        if value is None:
+            raise RewardError(f"{self._path} returned nothing; a number, or a dict of numbers, is wanted.")
+        return value  # type: ignore[no-any-return]
+
+
+async def finished(value: Awaitable[Any] | Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,201 @@
+"""Launch lines and scripts to run files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slime_compat.command import main
+from slime_compat.launch_line import from_script
+
+LAUNCH = Path(__file__).parent / "launch"
+LINE = (
+    "--hf-checkpoint base --prompt-data train.jsonl --rm-type math --rollout-batch-size 4 --rollout-max-response-len 8"
+)
+
+
+@pytest.fixture
+def translate(capsys):
+    """`translate(flags, ...)` gives the tables, what is on stderr, and the exit code."""
+
+    def run(flags, *, own=(), entry="train.py", line=LINE):
+        with pytest.raises(SystemExit) as ended:
+            main(["translate", *own, "--", "python3", entry, *line.split(), *flags.split()])
+        out, err = capsys.readouterr()
+        return tomllib.loads(out), err, ended.value.code
+
+    return run
+
+
+def test_what_differs_by_default_is_written_out(translate):
+    tables, err, code = translate("")
+    assert (code, err) == (0, "")
+    assert tables["algo"] == {
+        "name": "grpo",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.2,
+        "aggregation": "seq_mean",
+        "kl_loss_type": "k1",
+    }
+    train = {"weight_decay": 0.01, "adam_beta2": 0.999, "lr_decay_style": "linear", "use_dynamic_batch_size": False}
+    assert tables["train"] == train
+    assert tables["rollout"] == {"rollout_seed": 42, "rollout_batch_size": 4, "rollout_max_response_len": 8}
+    assert (tables["backend"], tables["engine"], tables["reward"]) == ("megatron", "sglang", "math")
+    assert tables["launcher"] == {"actor_num_nodes": 1, "actor_num_gpus_per_node": 8, "name": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        ("--advantage-estimator gspo --eps-clip 3e-4", "algo.eps_clip_high", 3e-4),
+        ("--calculate-per-token-loss", "algo.aggregation", "token_mean"),
+        ("--use-kl-loss --kl-loss-coef 0.001", "algo.kl_loss_coef", 0.001),
+        ("--advantage-estimator ppo --kl-coef 0.1 --kl-loss-type k2", "algo.kl_reward_type", "k2"),
+        ("--advantage-estimator ppo --gamma 0.9 --value-clip 0.5", "algo.value_clip", 0.5),
+        ("--use-tis --tis-clip 3", "algo.corrections", [{"name": "tis", "tis_clip": 3.0, "tis_clip_low": 0.0}]),
+        ("--use-opsm", "algo.corrections", [{"name": "opsm", "opsm_delta": 1e-4}]),
+        ("--lr=2e-6", "train.lr", 2e-6),
+        ("--rollout_temperature 0.7", "rollout.rollout_temperature", 0.7),
+        ("--rollout-stop-token-ids 1 2", "rollout.rollout_stop_token_ids", [1, 2]),
+        ("--partial-rollout", "rollout.max_staleness", 1000),
+        ('--apply-chat-template-kwargs {"think":false}', "data.apply_chat_template_kwargs", {"think": False}),
+        ("--eval-prompt-data a 1 --eval-prompt-data b 2", "eval.eval_prompt_data", ["a", "1", "b", "2"]),
+        ("--save runs/one", "runs_dir", "runs"),
+        ("--save runs/one/", "name", "one"),
+        ("--sglang-mem-fraction-static 0.8", "engine.mem_fraction_static", 0.8),
+        ("--sglang-server-concurrency 64", "rollout.concurrency", 64),
+        ("--tensor-model-parallel-size 2", "backend.tensor_model_parallel_size", 2),
+        ("--moe-enable-deepep", "backend.moe_enable_deepep", True),
+        ("--colocate --actor-num-gpus-per-node 4", "launcher.rollout_num_gpus", 4),
+        ("--no-offload-train", "launcher.offload_train", False),
+        ("--use-wandb --wandb-project p", "trackers", ["jsonl", {"name": "wandb", "wandb_project": "p"}]),
+        ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+         "rollout.filters", ["nonzero_std"]),
+        ("--num-layers 36 --swiglu --norm-epsilon 1e-6", "backend", "megatron"),
+    ],
+)  # fmt: skip
+def test_flags_become_keys(translate, flags, path, value):
+    tables, err, code = translate(flags)
+    assert code == 0, err
+    for key in path.split("."):
+        tables = tables[key]
+    assert tables == value
+
+
+def test_train_async_runs_one_step_ahead(translate):
+    assert translate("", entry="/root/slime/train_async.py")[0]["rollout"]["ahead"] == 1
+
+
+def test_old_functions_get_what_was_said_and_where_they_lie(translate):
+    flags = (
+        "--custom-rm-path my.reward --group-rm --custom-generate-function-path my.generate --reward-key acc --use-tis"
+    )
+    tables, _, code = translate(
+        flags + " --wandb-key SECRET", entry="/root/slime/train.py", line=LINE.replace("--rm-type math", "")
+    )
+    assert code == 0
+    reward, generate = tables["reward"], tables["generate"]
+    assert (reward["name"], reward["path"], reward["group"], reward["python_path"]) == (
+        "compat",
+        "my.reward",
+        True,
+        ["/root/slime"],
+    )
+    assert reward["args"]["reward_key"] == "acc"
+    assert reward["args"]["rollout_max_response_len"] == 8
+    assert generate["missing_log_probs"] == "error"
+    assert "SECRET" not in str(tables)
+
+
+def test_a_custom_config_says_flags_and_args(translate, tmp_path):
+    (tmp_path / "own.yaml").write_text("max_turns: 3\nlr: 1e-5\ntools: [a, b]\nuse_kl_loss: true\n")
+    flags = f"--lr 1e-6 --custom-config-path {tmp_path}/own.yaml"
+    tables, _, code = translate(flags + " --custom-generate-function-path my.generate")
+    assert (tables["train"]["lr"], tables["algo"]["use_kl_loss"], code) == (1e-5, True, 0)
+    assert (tables["generate"]["args"]["max_turns"], tables["generate"]["args"]["tools"]) == (3, ["a", "b"])
+    _, err, code = translate(flags)
+    assert code == 9
+    assert "--max-turns: of --custom-config-path: no flag, and no function of this run reads args" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--custom-loss-function-path my.loss",
+            r"--custom-loss-function-path: .*write a loss \(slime.losses\), see slime-grpo",
+        ),
+        ("--rollout-function-path my.rollout", r"--rollout-function-path: .*write a collector"),
+        ("--keep-old-actor", r"--keep-old-actor: no second copy"),
+        ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
+        ("--rm-type boxed_math", r"--rm-type: boxed_math: no reward of this name"),
+        ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: there is no dropout here"),
+        ("--lr fast", r'--lr: "fast": a number is wanted'),
+        ("--lr-decay-style WSD", r"--lr-decay-style: WSD: there are constant, linear and cosine"),
+        ("--ref-load other_torch_dist", r"--ref-load: other_torch_dist: no Hugging Face folder: `slime convert`"),
+    ],
+)
+def test_what_changes_the_training_is_told_and_is_no_success(translate, flags, told):
+    _, err, code = translate(flags)
+    assert re.search("CHANGES THE TRAINING  " + told, err), err
+    assert code == 9
+    assert translate(flags, own=["--lenient"])[2] == 0
+
+
+def test_what_has_no_effect_is_told_and_is_a_success(translate):
+    flags = "--attention-backend flash --kl-coef 0.1 --kl-loss-coef 0.1 --no-save-optim"
+    tables, err, code = translate(flags)
+    assert code == 0
+    assert "CHANGES" not in err
+    for flag in ("--attention-backend", "--kl-coef", "--kl-loss-coef", "--no-save-optim"):
+        assert flag in err
+    assert "kl_coef" not in tables["algo"]
+    assert "kl_loss_coef" not in tables["algo"]
+
+
+def test_layouts_of_megatron_are_left_out_with_another_backend(translate):
+    tables, err, code = translate(
+        "--tensor-model-parallel-size 2 --lr 1e-5", own=["--backend", "fsdp", "--engine", "local"]
+    )
+    assert (tables["backend"], tables["engine"], code) == ("fsdp", "local", 0)
+    assert '--tensor-model-parallel-size: an option of Megatron; the backend is "fsdp"' in err
+    assert translate("--fp8-format e4m3", own=["--backend", "fsdp"])[2] == 9
+
+
+def test_a_script_is_expanded_and_nothing_in_it_runs(tmp_path):
+    marker = tmp_path / "touched"
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"""set -e
+pkill -9 nothing_of_this_name
+rm -f {tmp_path}/run.sh; mkdir {marker}
+ARGS=(--a "two words" ${{1:-none}})
+cd "$(dirname "$0")"
+PYTHONPATH=/x/y python3 -u slime/train.py "${{ARGS[@]}}" 2>&1 | tee {tmp_path}/log.txt
+"""
+    )
+    line = from_script(script, ["first"])
+    assert line.words == ("--a", "two words", "first")
+    assert line.python_path == ("slime", "/x/y")
+    assert script.exists()
+    assert not marker.exists()
+    assert not (tmp_path / "log.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["translate"], "give either a script or a line behind --"),
+        (["translate", "nowhere.sh"], "nowhere.sh: no such launch script"),
+        (["translate", "--", "python3", "other.py"], "starts no train.py or train_async.py: python3 other.py"),
+        (["translate", str(LAUNCH / "model.sh")], "it starts no train.py or train_async.py"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_paragraph(words, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
