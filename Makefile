@@ -56,17 +56,18 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 suites: .venv/.test
 	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
-test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
-	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
-
-test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
-	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
-
+# In this order in CI: SGLang brings triton, which every later start of a run imports, at a second each.
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults
+
+test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
+	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
+
+test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
+	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
 lint: .venv/.test
 	$(BIN)/ruff check .
