@@ -56,7 +56,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 suites: .venv/.test
 	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
 
-# In this order in CI: SGLang brings triton, which every later start of a run imports, at a second each.
+# In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"
 
