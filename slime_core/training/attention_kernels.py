@@ -1,53 +1,85 @@
-"""Attention over segments: the variable-length kernel of GPUs, and the formula itself for short ones on a CPU.
+"""Attention over segments: the kernels of GPUs, and the formula itself for short ones on a CPU.
 
-Legend: N queries and M keys of a packed stream; S segments in a block, Lq and Lk their padded lengths; H query heads, K key
-heads, D and D' head dims.
+Legend: N queries and M keys of a packed stream; L tokens of one sequence; S segments in a block, Lq and Lk their padded
+lengths; H query heads, K key heads, D and D' head dims.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from slime_core.training.attention_runs import Run
+
+STEPS: Final = 16
+"""Lengths from a power of two to the next that cuDNN's kernel is asked for: it is built anew for each."""
 
 
 def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float | None,
-    left: int = -1,
+    q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run], *, scale: float | None, left: int = -1
 ) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D'), causal. `left`: keys before its own that a query sees; -1: all."""
+    if len(runs) == 1:
+        return attend_run(q, k, v, runs[0], scale, left)
+    return torch.cat([attend_run(q[run.queries], k[run.keys], v[run.keys], run, scale, left) for run in runs])
+
+
+def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, left: int) -> Tensor:
+    """As `attend_packed`, of the queries and keys of one run."""
+    if run.is_long and left == -1:
+        out = attend_long(q, k, v, scale)
+        if out is not None:
+            return out
+    return attend_varlen(q, k, v, run, scale, left)
+
+
+def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
+    """(L, H, D), (L, K, D), (L, K, D') to (L, H, D') by cuDNN; None where it does not compute this."""
+    length = len(q)
+    more = padded_length(length) - length
+    # No query sees the keys behind it: what fills up at the end changes nothing.
+    queries, keys, values = ((F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    if not can_use_cudnn_attention(SDPAParams(queries, keys, values, None, 0.0, True, grouped)):
+        return None
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out[0].transpose(0, 1)[:length]
+
+
+def padded_length(length: int) -> int:
+    """The next of the STEPS lengths between two powers of two."""
+    step = max((1 << length.bit_length() - 1) // STEPS, 1)
+    return -(-length // step) * step
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, left: int) -> Tensor:
+    """As `attend_packed`, of one run, by the variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     extra: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if varlen_has_gqa():
-            extra["enable_gqa"] = True
-        else:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    # Before torch 2.13 it takes grouped heads as they come.
+    if q.shape[1] != k.shape[1] and varlen_asks_for_groups():
+        extra["enable_gqa"] = True
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        cu_queries,
-        cu_keys,
-        max_queries,
-        max_keys,
+        run.cu_queries,
+        run.cu_keys,
+        run.max_queries,
+        run.max_keys,
         scale=scale,
         window_size=(left, 0),
         **extra,
@@ -57,8 +89,8 @@ def attend_packed(
 
 
 @cache
-def varlen_has_gqa() -> bool:
-    """enable_gqa came with torch 2.13."""
+def varlen_asks_for_groups() -> bool:
+    """By `enable_gqa`, which came with torch 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -64,7 +64,8 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
     sequence = np.searchsorted(starts, positions, side="right") - 1
     if varlen:
         # The kernel aligns a segment's last query with its last key.
-        assert plan.cu_queries[-1] == len(positions)
+        (run,) = plan.runs
+        assert run.cu_queries[-1] == len(positions)
         rows = plan.key_rows.numpy()
         keys = held.ravel()[rows]
         # Twice at most: in a sequence's chunk near its start and in that near its end.
@@ -75,11 +76,9 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
         assert all(
             rows[place] == key for row in plan.key_places.tolist() for key, place in enumerate(row) if place >= 0
         )
-        for a, b, c, d in zip(
-            plan.cu_queries[:-1], plan.cu_queries[1:], plan.cu_keys[:-1], plan.cu_keys[1:], strict=True
-        ):
+        for a, b, c, d in zip(run.cu_queries[:-1], run.cu_queries[1:], run.cu_keys[:-1], run.cu_keys[1:], strict=True):
             assert keys[c:d].tolist() == list(range(starts[sequence[a]], positions[b - 1] + 1))
-        assert (plan.max_queries, plan.max_keys) == (5, 30 - 5 * cp_rank)
+        assert (run.max_queries, run.max_keys) == (5, 30 - 5 * cp_rank)
         return
     q, k, v = tensors(len(positions), starts[-1])
     places = {int(position): place for place, position in enumerate(held.ravel())}

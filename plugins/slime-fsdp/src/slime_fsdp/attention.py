@@ -1,6 +1,6 @@
 """Attention over packed sequences: no padding in the stream, no dense mask, no token sees another sequence.
 
-On GPUs in half precision it is one variable-length kernel; elsewhere sequences of like length are padded into blocks,
+On GPUs in half precision kernels take the stream as it is; elsewhere sequences of like length are padded into blocks,
 one SDPA call each. Under context parallelism keys and values are gathered over the group first.
 
 Legend: N tokens this rank holds, M keys visible to it (N without context parallelism), H query heads, K key heads,
@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from slime_core.errors import ModelError
 from slime_core.invariant.attention import attend as invariant_attention
 from slime_core.training.attention_kernels import attend_packed, attend_short
+from slime_core.training.attention_runs import Run, runs_of
 from slime_core.training.delta_rule import RecurrencePlan
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take, TakeUnique, places_of, take
@@ -58,22 +59,18 @@ class Block:
 class AttentionPlan:
     """How one micro-batch's tokens attend; made once, used by all layers."""
 
-    cu_queries: Tensor
-    """(S + 1,) int32"""
-    cu_keys: Tensor
-    """(S + 1,) int32"""
-    max_queries: int
-    max_keys: int
+    runs: tuple[Run, ...]
+    """For the kernels of GPUs; one of everything if blocks or another implementation of attention are used."""
     blocks: tuple[Block, ...] = ()
-    """Empty: the variable-length kernel is used."""
+    """Empty: the kernels of GPUs are used."""
     query_rows: Tensor | None = None
     """(sum S Lq,) int64: the query that fills each place of the blocks; None: the stream already is one block."""
     query_places: Tensor | None = None
     """(N,) int64: the place of each query in the blocks."""
     key_rows: Tensor | None = None
-    """int64: the key that fills each place of the blocks or of the kernel's stream; None: as `query_rows`."""
+    """int64: the key that fills each place of the blocks or of the kernels' stream; None: as `query_rows`."""
     key_places: Tensor | None = None
-    """int64: `places_of` the kernel's stream, if it repeats keys only a few times."""
+    """int64: `places_of` the kernels' stream, if it repeats keys only a few times."""
     group: dist.ProcessGroup | None = None
     """Context parallel group to gather keys and values from."""
     invariant: bool = False
@@ -89,14 +86,12 @@ def plan_attention(
     varlen: bool,
     group: dist.ProcessGroup | None = None,
     invariant: bool = False,
+    long: int | None = None,
 ) -> AttentionPlan:
-    """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
+    """`varlen`: for the kernels of GPUs. `group`: the context parallel group that holds the keys. `long`: see `runs_of`."""
     query_lengths, key_lengths = table.query_lengths, table.key_lengths
     common: dict[str, Any] = {
-        "cu_queries": offsets_of(query_lengths, device),
-        "cu_keys": offsets_of(key_lengths, device),
-        "max_queries": int(query_lengths.max()),
-        "max_keys": int(key_lengths.max()),
+        "runs": runs_of(query_lengths, key_lengths, device, long=long if varlen else None),
         "group": group,
         "invariant": invariant,
     }
@@ -154,10 +149,6 @@ def keys_in_sight(last_key: Tensor, key_length: int, window: int | None = None) 
     return key <= last if window is None else (key <= last) & (key > last - window)
 
 
-def offsets_of(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-
-
 def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray, square: np.ndarray) -> list[int]:
     """Where to cut segments, longest first, so that no block wastes much on padding or mixes the two kinds of mask."""
     cuts, longest, deepest = [], query_lengths[0], key_lengths[0]
@@ -200,27 +191,17 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if attention_plan.group is not None:
         k, v = gather_keys(k, v, attention_plan.group)
-    attend = attend_blocks if attention_plan.blocks else attend_varlen
+    attend = attend_blocks if attention_plan.blocks else attend_runs
     return attend(q, k, v, attention_plan, scaling, sliding_window)[None], None
 
 
-def attend_varlen(
+def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
     if plan.key_rows is not None:
         k, v = (take(x, plan.key_rows, plan.key_places) for x in (k, v))
-    return attend_packed(
-        q,
-        k,
-        v,
-        cu_queries=plan.cu_queries,
-        cu_keys=plan.cu_keys,
-        max_queries=plan.max_queries,
-        max_keys=plan.max_keys,
-        scale=scaling,
-        left=-1 if sliding_window is None else sliding_window - 1,
-    )
+    return attend_packed(q, k, v, plan.runs, scale=scaling, left=-1 if sliding_window is None else sliding_window - 1)
 
 
 def attend_blocks(

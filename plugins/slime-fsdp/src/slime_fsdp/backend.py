@@ -20,6 +20,7 @@ from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, Train
 from slime_core.contracts.loss import Segments
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
+from slime_core.training.attention_runs import long_on
 from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
 from slime_core.training.random_state import random_state
@@ -242,6 +243,7 @@ class FsdpBackend(TrainBackend):
             and not placement.true_on_policy,
             group=self._ready.ranks.cp_group,
             invariant=placement.true_on_policy,
+            long=long_on(placement.device) if self._config.attn_implementation == "packed" else None,
         )
         if recurrent:
             plan = replace(plan, recurrence=plan_recurrence(table.query_lengths, placement.device))

@@ -136,11 +136,12 @@ def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str
     """What a model hands down to its attention: our plan, or the names that transformers' flash attention reads."""
     if model.config._attn_implementation == PACKED:
         return {"attention_plan": plan, **delta_arguments(plan.recurrence)}
+    (run,) = plan.runs
     return {
-        "cu_seq_lens_q": plan.cu_queries,
-        "cu_seq_lens_k": plan.cu_keys,
-        "max_length_q": plan.max_queries,
-        "max_length_k": plan.max_keys,
+        "cu_seq_lens_q": run.cu_queries,
+        "cu_seq_lens_k": run.cu_keys,
+        "max_length_q": run.max_queries,
+        "max_length_k": run.max_keys,
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_core.training.rounded_adamw import numbers_of, update_in_pieces
-from slime_fsdp.attention import attend_blocks, attend_varlen, plan_attention
+from slime_fsdp.attention import attend_blocks, attend_runs, plan_attention
 from slime_fsdp.segment_table import whole_sequences, zigzag_part
 
 pytestmark = pytest.mark.gpu
@@ -30,13 +30,43 @@ def test_varlen_equals_sdpa(window, rank_of_two):
         for size, heads in ((whole // cp_size, 8), (whole, 2), (whole, 2))
     )
     found = []
-    for varlen, attend in ((True, attend_varlen), (False, attend_blocks)):
+    for varlen, attend in ((True, attend_runs), (False, attend_blocks)):
         table = whole_sequences(cu_seqlens) if rank_of_two is None else zigzag_part(cu_seqlens, rank_of_two, 2)
         plan = plan_attention(table, device=device, varlen=varlen)
         out = attend(q, k, v, plan, 0.125, window)
         found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     for one, other in zip(*found, strict=True):
         assert (one - other).float().norm() < 2e-2 * other.float().norm()
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
+def test_long_sequences_between_short_ones_equal_the_formula(widths):
+    """Some with a kernel to themselves, padded or not; latent attention's heads have keys wider than values."""
+    device = torch.device("cuda")
+    lengths = np.array([300, 4096, 7, 64, 5000, 4097])
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    plan = plan_attention(whole_sequences(cu_seqlens), device=device, varlen=True, long=4096)
+    assert [run.is_long for run in plan.runs] == [False, True, False, True, True]
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(int(lengths.sum()), heads, width, device=device, generator=generator).bfloat16().requires_grad_()
+        for heads, width in ((4, widths[0]), (2, widths[0]), (2, widths[1]))
+    )
+    out = attend_runs(q, k, v, plan, 0.125, None)
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    parts = zip(*(x.split(lengths.tolist()) for x in wide), strict=True)
+    wanted = torch.cat([formula(*part, 0.125) for part in parts])
+    found = [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+    for one, other in zip(found, [wanted, *torch.autograd.grad(wanted.square().sum(), wide)], strict=True):
+        assert (one - other).norm() < 2e-2 * other.norm()
+
+
+def formula(q, k, v, scale):
+    """One sequence, (L, heads, width) each, in float32."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Packed attention for Megatron's layers: no token sees another sequence, no dense mask over the stream.
 
-The variable-length kernel on GPUs in half precision; elsewhere sequences of like length are padded into blocks, one SDPA
+The kernels of GPUs in half precision; elsewhere sequences of like length are padded into blocks, one SDPA
 call each. Under context parallelism keys and values are gathered over the group first.
 
 Legend: N tokens this rank holds, M keys that it may read, H query heads, K key heads, D head dim, S segments (a run of
@@ -27,6 +27,7 @@ from slime_core.batch.pack import ragged_positions
 from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
 from slime_core.training.attention_kernels import attend_packed, attend_short
+from slime_core.training.attention_runs import Run, long_on, runs_of
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take, places_of, take
 from slime_megatron.delta_net import DeltaPlan
@@ -62,16 +63,13 @@ class AttentionPlan:
     position_ids: Tensor
     """(N,) int64, of the tokens that this rank holds."""
     blocks: tuple[Block, ...] = ()
-    """Empty: the variable-length kernel is used."""
+    """Empty: the kernels of GPUs are used."""
     query_places: Tensor | None = None
     """(N,) int64: the place of each query in the blocks, one after the other."""
-    cu_queries: Tensor | None = None
-    """(S + 1,) int32"""
-    cu_keys: Tensor | None = None
-    max_queries: int = 0
-    max_keys: int = 0
+    runs: tuple[Run, ...] = ()
+    """For the kernels of GPUs."""
     key_rows: Tensor | None = None
-    """int64: rows of the kernel's keys; None: they are the stream."""
+    """int64: rows of the kernels' keys; None: they are the stream."""
     key_places: Tensor | None = None
     """int64: `places_of` them."""
     group: dist.ProcessGroup | None = None
@@ -151,17 +149,14 @@ def plan_attention(
     varlen: bool,
     group: dist.ProcessGroup | None = None,
 ) -> AttentionPlan:
-    """`varlen`: for the variable-length kernel. `group`: the context parallel group that holds the keys."""
+    """`varlen`: for the kernels of GPUs. `group`: the context parallel group that holds the keys."""
     query_lengths, key_lengths = segments.query_lengths, segments.key_lengths
     if varlen:
         rows = segments.key_rows
         places = None if rows is None else places_of(rows)
         return AttentionPlan(
             position_ids=position_ids.to(device),
-            cu_queries=offsets_of(query_lengths, device),
-            cu_keys=offsets_of(key_lengths, device),
-            max_queries=int(query_lengths.max()),
-            max_keys=int(key_lengths.max()),
+            runs=runs_of(query_lengths, key_lengths, device, long=long_on(device)),
             key_rows=None if rows is None else torch.from_numpy(rows).to(device),
             key_places=None if places is None else torch.from_numpy(places).to(device),
             group=group,
@@ -227,10 +222,6 @@ def runs(starts: Int64, lengths: Int64, padded: int) -> Int64:
     return rows
 
 
-def offsets_of(lengths: Int64, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-
-
 class PackedAttention(nn.Module):
     """Megatron's core attention: called with the local heads, after rotary embedding."""
 
@@ -272,24 +263,15 @@ class PackedAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
         """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
-        attend = attend_blocks if plan.blocks else attend_varlen
+        attend = attend_blocks if plan.blocks else attend_runs
         return attend(q, k, v, plan, self.softmax_scale)
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
     """(N, H, D), (M, K, D), (M, K, D') to (N, H, D')."""
     if plan.key_rows is not None:
         k, v = (take(x, plan.key_rows, plan.key_places) for x in (k, v))
-    return attend_packed(
-        q,
-        k,
-        v,
-        cu_queries=plan.cu_queries,
-        cu_keys=plan.cu_keys,
-        max_queries=plan.max_queries,
-        max_keys=plan.max_keys,
-        scale=scale,
-    )
+    return attend_packed(q, k, v, plan.runs, scale=scale)
 
 
 def attend_blocks(
