@@ -6,13 +6,14 @@ them once or twice and write nothing wider; compiled, they have no (C, V) tempor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
+
+from slime_core.training.fusion import fused
 
 EntropyMode = Literal["none", "metric", "gradient"]
 
@@ -71,12 +72,6 @@ def taken_per_probability(
     """d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H): what stands at -p_v."""
     taken = torch.zeros_like(entropies) if grad_log_probs is None else grad_log_probs
     return taken if grad_entropies is None else taken + (log_p + entropies) * grad_entropies
-
-
-@cache
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled: without (C, V) temporaries."""
-    return torch.compile(function)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from slime_core.training.attention_runs import Run, long_on, runs_of
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take, places_of, take
 from slime_megatron.delta_net import DeltaPlan
+from slime_megatron.rotation import Rotation
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
 STRETCH = 1.25
@@ -78,9 +79,10 @@ class AttentionPlan:
 
 @dataclass
 class PackedPlan(PackedSeqParams):
-    """Megatron hands `packed_seq_params` down to rotary embedding, attention and delta nets; ours carries the plans."""
+    """Megatron hands `packed_seq_params` down to attention and delta nets; ours carries the plans."""
 
     plan: AttentionPlan = field(default=None)  # type: ignore[assignment]
+    rotation: Rotation = field(default=None)  # type: ignore[assignment]
     delta: DeltaPlan | None = None
     chosen: dict[int, list[Tensor]] = field(default_factory=dict)
     """By the number of a layer that chooses keys: (S, 1, Lq, Lk) bool for each block; kept for layers that take its choice,
@@ -223,7 +225,8 @@ def runs(starts: Int64, lengths: Int64, padded: int) -> Int64:
 
 
 class PackedAttention(nn.Module):
-    """Megatron's core attention: called with the local heads, after rotary embedding."""
+    """Megatron's core attention: called with the local heads. Queries and keys are rotated here, by one kernel on GPUs; those
+    of latent attention are when they come."""
 
     def __init__(
         self,
@@ -242,6 +245,7 @@ class PackedAttention(nn.Module):
         if config.window_size is not None:
             raise ModelError("the model has sliding windows in its attention: backend megatron does not compute them.")
         self.softmax_scale = softmax_scale
+        self.rotates, self.interleaved = not config.multi_latent_attention, config.rotary_interleaved
 
     def forward(
         self,
@@ -257,6 +261,8 @@ class PackedAttention(nn.Module):
         plan = packed_seq_params.plan
         shape = query.shape[:-2]
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if self.rotates:
+            q, k = packed_seq_params.rotation.turned(q, k, interleaved=self.interleaved)
         if plan.group is not None:
             k, v = gather_keys(k, v, plan.group)
         return self.attend(q, k, v, plan).reshape(*shape, -1)

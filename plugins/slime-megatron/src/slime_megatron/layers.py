@@ -1,7 +1,4 @@
-"""Layers of ours in Megatron's model: the norm, positions, linear layers with a norm behind them, and the spec.
-
-Legend: N tokens that this rank holds (N / TP under sequence parallelism), H hidden, D head dim.
-"""
+"""Layers of ours in Megatron's model: the norm, linear layers with a norm behind them, and the spec."""
 
 from __future__ import annotations
 
@@ -28,15 +25,16 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from slime_core.errors import ConfigError
-from slime_megatron.attention import PackedAttention, PackedPlan
-from slime_megatron.bridges.bridge import Architecture, Rotary
+from slime_core.training.fusion import fused_by_rows
+from slime_megatron.attention import PackedAttention
+from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.delta_net import DeltaNet
 from slime_megatron.selection import SelectedAttention
 
 
 class RmsNorm(nn.Module):
     """Megatron's torch norm refuses sequence parallelism: its weight must say that each rank has a part of its
-    gradient. On GPUs torch has one kernel for it, which rounds to half precision once, as the engines' kernels do."""
+    gradient. It rounds to half precision once, as the engines' kernels do."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -46,11 +44,20 @@ class RmsNorm(nn.Module):
         self.around_one = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.around_one:
-            return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide_type = torch.promote_types(x.dtype, torch.float32)
-        wide = nn.functional.rms_norm(x.to(wide_type), self.weight.shape, 1.0 + self.weight.to(wide_type), self.eps)
-        return wide.to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        if not x.is_cuda:
+            found = rms_norm(rows, self.weight, self.eps, self.around_one)
+        else:
+            found = fused_by_rows(rms_norm, rows, weight=self.weight, eps=self.eps, around_one=self.around_one)
+        return found.view(x.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
+    """(N, H)"""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = weight.to(wide.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + scale if around_one else scale)).to(x.dtype)
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -99,33 +106,6 @@ class GatedAttention(SelfAttention):
         share = gate.shape[2] // query.shape[2]
         first = parallel_state.get_tensor_model_parallel_rank() % share * query.shape[2]
         return query, key, value, gate[:, :, first : first + query.shape[2]]
-
-
-class PackedRotary(nn.Module):
-    """Angles at the positions of the stream's tokens. Megatron's own modules count positions from the start of a batch
-    row; here each token brings its position, whatever packing and context parallelism made of the order."""
-
-    def __init__(self, rotary: Rotary, config: TransformerConfig, device: torch.device) -> None:
-        super().__init__()
-        # No buffer: half-precision models round those.
-        self.inv_freq = rotary.inv_freq.to(device)
-        self.factor = rotary.factor
-        self.latent = config.multi_latent_attention
-        self.interleaved = config.rotary_interleaved
-        self.gives_factor = self.latent and getattr(config, "rope_type", "rope") == "yarn"
-
-    def get_rotary_seq_len(
-        self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedPlan, **unused: Any
-    ) -> PackedPlan:
-        """Megatron passes it on to `forward`."""
-        return packed_seq_params
-
-    def forward(self, packed: PackedPlan, **unused: Any) -> Tensor | tuple[Tensor, float]:
-        """(N, 1, 1, D), or (N, 1, D) for latent attention."""
-        angles = torch.outer(packed.plan.position_ids.float(), self.inv_freq)
-        both = torch.stack([angles, angles], -1).flatten(1) if self.interleaved else torch.cat([angles, angles], -1)
-        both = both[:, None] if self.latent else both[:, None, None]
-        return (both, self.factor) if self.gives_factor else both
 
 
 class PackedLayers(LocalSpecProvider):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,13 +36,13 @@ from slime_megatron.attention import AttentionPlan, PackedPlan
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.expert_counts import count_without_padding
-from slime_megatron.layers import PackedRotary, block_spec
+from slime_megatron.layers import block_spec
 from slime_megatron.layout import Shape
 from slime_megatron.log_probs import log_probs_of
 from slime_megatron.options import DATA_PARALLEL, MODEL
 from slime_megatron.plugin import MegatronOptions, megatron_options
 from slime_megatron.prediction import Ahead, EmbeddingElsewhere, PredictionLayers
-from slime_megatron.selection import SelectedAttention
+from slime_megatron.rotation import LatentRotary, Rotation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,15 +145,10 @@ class PackedGpt(GPTModel):
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
         self.chunk = chunk
-        rotary = PackedRotary(architecture.rotary, config, device)
+        self.rotary = replace(architecture.rotary, inv_freq=architecture.rotary.inv_freq.to(device))
         if architecture.mla:
             for layer in [*self.decoder.layers, *ahead]:
-                layer.self_attention.rotary_pos_emb = rotary
-                if isinstance(layer.self_attention.core_attention, SelectedAttention):
-                    layer.self_attention.core_attention.rotary = rotary
-        else:
-            self.rotary_pos_emb = rotary
-            self.position_embedding_type = "rope"
+                layer.self_attention.rotary_pos_emb = LatentRotary(self.rotary, config)
         self.value_head = None
         if post_process and head == "value":
             self.output_layer = None
@@ -180,7 +175,8 @@ class PackedGpt(GPTModel):
 
     def forward(self, work: Work) -> Tensor | tuple[Tensor, Tensor]:
         layout = "thd" if self.config.multi_latent_attention else "sbhd"
-        packed = PackedPlan(qkv_format=layout, plan=work.plan, delta=work.delta)
+        rotation = Rotation.at(work.plan.position_ids, self.rotary)
+        packed = PackedPlan(qkv_format=layout, plan=work.plan, rotation=rotation, delta=work.delta)
         output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
             position_ids=work.plan.position_ids[None],
@@ -216,7 +212,6 @@ class PackedGpt(GPTModel):
         self,
         hidden_states: Tensor,
         labels: Work,
-        rotary_pos_emb: Any = None,
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -226,8 +221,7 @@ class PackedGpt(GPTModel):
             return hidden_states
         work = labels
         if work.ahead:
-            told = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
-            losses = self._predict(hidden_states.detach(), work, **told)
+            losses = self._predict(hidden_states.detach(), work, packed_seq_params=packed_seq_params)
             return self._scores(hidden_states, work), losses
         return self._scores(hidden_states, work)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from slime_core.errors import ConfigError
 from slime_core.training.key_gather import ALL_GATHER
 from slime_megatron.attention import AttentionPlan, Block, PackedAttention, PackedPlan, attend_blocks
+from slime_megatron.rotation import Rotation, rotated
 
 LAYER_NORM_EPSILON = 1e-6
 
@@ -56,15 +57,6 @@ def gathered(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """The first R of D features; pairs are neighbours, or R / 2 apart."""
-    turned, kept = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    one, two = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    # Queries and keys alike, so the order of features does not matter.
-    return torch.cat([one * cos - two * sin, two * cos + one * sin, kept], dim=-1)
-
-
 class SelectedAttention(PackedAttention):
     def __init__(
         self,
@@ -87,7 +79,6 @@ class SelectedAttention(PackedAttention):
         self.topk, self.interleaved = config.dsa_indexer_topk, interleaved
         self.number, self.chooser = layer_number, layer_number if chooser is None else chooser
         self.indexer = Indexer(config) if self.chooser == layer_number else None
-        self.rotary: Any = None
 
     def forward(
         self,
@@ -104,7 +95,7 @@ class SelectedAttention(PackedAttention):
         """`x` and `qr`: the layer's input and its latent queries."""
         plan = packed_seq_params.plan
         if any(block.key_length > self.topk for block in plan.blocks) and self.indexer is not None:
-            packed_seq_params.chosen[self.number] = self.choose(x, qr, plan)
+            packed_seq_params.chosen[self.number] = self.choose(x, qr, plan, packed_seq_params.rotation)
         self.masks = packed_seq_params.chosen.get(self.chooser)
         return super().forward(query, key, value, packed_seq_params=packed_seq_params)
 
@@ -115,12 +106,10 @@ class SelectedAttention(PackedAttention):
         return attend_blocks(q, k, v, plan, self.softmax_scale, masks)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, qr: Tensor, plan: AttentionPlan) -> list[Tensor]:
+    def choose(self, x: Tensor, qr: Tensor, plan: AttentionPlan, rotation: Rotation) -> list[Tensor]:
         """(S, 1, Lq, Lk) bool for each block."""
-        angles = torch.outer(plan.position_ids.float(), self.rotary.inv_freq)
-        cos, sin = angles.cos() * self.rotary.factor, angles.sin() * self.rotary.factor
         assert self.indexer is not None
-        q, k, weights = self.indexer(x.flatten(0, -2), qr, cos, sin, interleaved=self.interleaved)
+        q, k, weights = self.indexer(x.flatten(0, -2), qr, rotation.cos, rotation.sin, interleaved=self.interleaved)
         if plan.group is not None:
             k = gathered(k, plan.group)
         return [
