@@ -316,7 +316,7 @@ class FsdpBackend(TrainBackend):
         trainer = self._ready
         names = {id(parameter): name for name, parameter in trainer.model.model.named_parameters()}
         state = trainer.model.model.state_dict()
-        kept = trainer.model.weight_names()
+        kept = trainer.model.weight_names
         if trainer.model.adapters is not None:
             frozen = {name for name, parameter in trainer.model.model.named_parameters() if not parameter.requires_grad}
             kept = [name for name in kept if name not in frozen]
@@ -327,7 +327,7 @@ class FsdpBackend(TrainBackend):
                 tensors |= {f"copy.{copy}.{name}": value for name, value in trainer.adapter_copies[copy].items()}
                 continue
             state = trainer.copies[copy].model.state_dict()
-            tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names()}
+            tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names}
         return tensors
 
     def refresh_copy(self, name: str) -> None:

@@ -38,7 +38,7 @@ def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Ite
             yield None
             continue
         stored = {name: tensor.to(dtype) if name in parameters else tensor for name, tensor in layer.items()}
-        yield revert_weight_conversion(packed.model, stored)
+        yield stored if packed.is_as_in_files else revert_weight_conversion(packed.model, stored)
 
 
 def merged_layers(
@@ -47,7 +47,7 @@ def merged_layers(
     """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are. `dtype`: of
     sharded ones, before they are gathered."""
     state = packed.model.state_dict()
-    for _, names in groupby(packed.weight_names(), key=layer_of):
+    for _, names in groupby(packed.weight_names, key=layer_of):
         layer = gathered({name: state[name] for name in names}, dtype)
         if keep and packed.adapters is not None:
             layer = packed.adapters.merge(layer)
@@ -62,7 +62,7 @@ def frozen_names(packed: PackedModel) -> frozenset[str]:
     trained = trained_parameters(packed.model)
     return frozenset(
         base_name(name)
-        for name in packed.weight_names()
+        for name in packed.weight_names
         if name not in trained and not is_adapter(name) and base_name(name) == name
     )
 
@@ -70,7 +70,7 @@ def frozen_names(packed: PackedModel) -> frozenset[str]:
 def base_shapes(packed: PackedModel) -> dict[str, torch.Size]:
     """Of what `merged_layers` gives."""
     state = packed.model.state_dict()
-    return {base_name(name): state[name].shape for name in packed.weight_names() if not is_adapter(name)}
+    return {base_name(name): state[name].shape for name in packed.weight_names if not is_adapter(name)}
 
 
 def copy_weights(source: PackedModel, target: PackedModel) -> None:
@@ -78,7 +78,7 @@ def copy_weights(source: PackedModel, target: PackedModel) -> None:
     state = target.model.state_dict()
     if source.adapters is None:
         same = source.model.state_dict()
-        for name in target.weight_names():
+        for name in target.weight_names:
             local(state[name]).copy_(local(same[name]))
         return
     for layer in merged_layers(source, keep=True):

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from slime_core.training.key_gather import ALL_GATHER
 
 
+# Without it each part of a tensor would go through an autograd function on the host.
+@torch.no_grad()
 def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Those that FSDP has cut along dim 0 as they are on every rank together, the others as they came. All ranks call, with
     the same names. `dtype`: what the cut ones become before they travel."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
@@ -113,6 +115,7 @@ class PackedModel(nn.Module):
         )
         return Outputs(log_probs=log_probs, entropy=entropies)
 
+    @cached_property
     def weight_names(self) -> list[str]:
         """Names in the model's own state dict, in its order; of tied weights only the one that files hold."""
         first: dict[int, str] = {}
@@ -121,6 +124,14 @@ class PackedModel(nn.Module):
         kept = set(first.values())
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return [name for name in self.model.state_dict() if name in kept or name not in parameters]
+
+    @cached_property
+    def is_as_in_files(self) -> bool:
+        """Whether files hold the tensors that memory does. Otherwise transformers takes them apart, and looks through the whole
+        model each time."""
+        none: dict[str, Tensor] = {}
+        # What has nothing to revert comes back as it is.
+        return revert_weight_conversion(self.model, none) is none
 
     def shards(self) -> Iterator[FSDPModule]:
         return (module for module in self.modules() if isinstance(module, FSDPModule))
