@@ -181,6 +181,8 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
     """What its ranks found, joined; `error` instead if they did not end well."""
     world_size = 1 if case.alone else asked.ranks
     options = asked.options | {k: asked.ranks if v == "ranks" else v for k, v in case.options.items()}
+    # As the launchers do: ranks whose threads together are more than the cores wait for each other.
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         processes = []
@@ -196,7 +198,7 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
             }
             with (out / f"log_{rank}").open("wb") as log:
                 command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--told", json.dumps(told)]
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ))
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         problem = wait_for(processes, asked.timeout)
         if problem:
             logs = [(out / f"log_{rank}").read_text(errors="replace") for rank in range(world_size)]

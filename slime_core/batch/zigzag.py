@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_core.batch.pack import ragged_positions
 from slime_core.types.microbatch import MicroBatch
 
 
 def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
-    """What rank `cp_rank` of `cp_size` holds of a whole micro-batch.
+    """What rank `cp_rank` of `cp_size` holds of a whole micro-batch on the host.
 
     `tokens` and `position_ids` are local, (N / cp,): of each sequence the lower chunk, then the upper one. Padding is
     token 0 at the sequence's last position. `cu_seqlens` and `max_seqlen` stay those of the whole, padded stream
@@ -30,62 +32,61 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     """
     if micro.rows is not None:
         raise ValueError("the micro-batch is already one rank's part of another")
-    starts = micro.cu_seqlens[:-1].long()
-    lengths = micro.cu_seqlens.long().diff()
+    # In numpy, and by index_select: torch would start all threads for a few thousand numbers, and those of several ranks wait
+    # for each other (tens of milliseconds for each operation).
+    offsets = micro.cu_seqlens.numpy().astype(np.int64)
+    starts, lengths = offsets[:-1], np.diff(offsets)
     chunks = -(-lengths // (2 * cp_size))
-    padded_starts = torch.cat([chunks.new_zeros(1), (2 * cp_size * chunks).cumsum(0)])
-    cu_seqlens = padded_starts.to(torch.int32)
+    padded = np.concatenate([[0], (2 * cp_size * chunks).cumsum()])
+    cu_seqlens = torch.from_numpy(padded.astype(np.int32))
 
-    positions = held_positions(cu_seqlens, cp_rank, cp_size)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), 2 * chunks)
-    offset = positions - padded_starts[sequence]
-    real = offset < lengths[sequence]
+    sequence = np.repeat(np.arange(len(lengths)), 2 * chunks)
+    offset = held_positions(cu_seqlens, cp_rank, cp_size).numpy() - padded[sequence]
+    real = torch.from_numpy(offset < lengths[sequence])
     # A padded position takes the place of the last real one: no position id beyond the model's table.
-    source = starts[sequence] + torch.minimum(offset, lengths[sequence] - 1)
+    source = torch.from_numpy(starts[sequence] + np.minimum(offset, lengths[sequence] - 1))
 
-    sequence = torch.searchsorted(micro.cu_seqlens[1:].long(), micro.logit_index, right=True)
-    offset = micro.logit_index - starts[sequence]
-    chunk = chunks[sequence]
-    number = offset // chunk
-    is_lower, is_upper = number == cp_rank, number == 2 * cp_size - 1 - cp_rank
-    rows = (is_lower | is_upper).nonzero()[:, 0]
+    index = micro.logit_index.numpy()
+    sequence = np.searchsorted(offsets[1:], index, side="right")
+    offset = index - starts[sequence]
+    number, within = np.divmod(offset, chunks[sequence])
+    is_upper = number == 2 * cp_size - 1 - cp_rank
+    held = np.flatnonzero((number == cp_rank) | is_upper)
     # Below this sequence lie two chunks of each sequence before it; below the upper chunk also the lower one.
-    local = padded_starts[:-1][sequence] // cp_size + offset % chunk + torch.where(is_upper, chunk, 0)
+    local = padded[sequence] // cp_size + within + np.where(is_upper, chunks[sequence], 0)
+    rows = torch.from_numpy(held)
     return replace(
         micro,
-        tokens=torch.where(real, micro.tokens[source], 0),
-        position_ids=micro.position_ids[..., source],
+        tokens=torch.where(real, micro.tokens.index_select(0, source), 0),
+        position_ids=micro.position_ids.index_select(-1, source),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(2 * cp_size * chunks.max()),
-        logit_index=local[rows],
-        targets=micro.targets[rows],
-        segments=micro.segments[rows],
-        mask=micro.mask[rows],
+        logit_index=torch.from_numpy(local[held]),
+        targets=micro.targets.index_select(0, rows),
+        segments=micro.segments.index_select(0, rows),
+        mask=micro.mask.index_select(0, rows),
         columns=micro.columns.map_rows(rows, micro.tokens.device),
         rows=rows,
         images=None
         if micro.images is None
-        else replace(micro.images, feature_of_token=torch.where(real, micro.images.feature_of_token[source], -1)),
-        routed_experts=None if micro.routed_experts is None else micro.routed_experts[source],
+        else replace(
+            micro.images, feature_of_token=torch.where(real, micro.images.feature_of_token.index_select(0, source), -1)
+        ),
+        routed_experts=None if micro.routed_experts is None else micro.routed_experts.index_select(0, source),
     )
 
 
 def held_positions(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """(N / cp,) int64: where the tokens that a rank holds stand in the whole padded stream.
 
-    `cu_seqlens` (S + 1,): offsets of the padded sequences, each a multiple of 2 cp.
+    `cu_seqlens` (S + 1,) on the host: offsets of the padded sequences, each a multiple of 2 cp.
     """
-    starts = cu_seqlens[:-1].long()
-    chunks = cu_seqlens.long().diff() // (2 * cp_size)
-    lower = starts + cp_rank * chunks
-    upper = starts + (2 * cp_size - 1 - cp_rank) * chunks
-    heads = torch.stack([lower, upper], dim=1).flatten()
-    counts = chunks.repeat_interleave(2)
-    before = counts.cumsum(0) - counts
-    total = int(counts.sum())
-    return torch.arange(total, device=cu_seqlens.device) + torch.repeat_interleave(
-        heads - before, counts, output_size=total
-    )
+    offsets = cu_seqlens.numpy().astype(np.int64)
+    chunks = np.diff(offsets) // (2 * cp_size)
+    lower = offsets[:-1] + cp_rank * chunks
+    upper = offsets[:-1] + (2 * cp_size - 1 - cp_rank) * chunks
+    heads = np.stack([lower, upper], axis=1).ravel()
+    return torch.from_numpy(ragged_positions(heads, np.repeat(chunks, 2)))
 
 
 class ZigzagSegments:

