@@ -14,6 +14,8 @@ from slime_sglang import launching
 from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
 from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_options
+from slime_sglang.router import chosen_options
+from slime_sglang.router_args import router_options
 from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
 from slime_sglang.transports.plugin import Disk, Distributed, Ipc
 
@@ -185,6 +187,15 @@ def test_options_of_the_router_are_the_installed_ones():
         "retry_max_retries = 'many': input should be a valid integer",
     ):
         assert words in str(told.value)
+
+
+@pytest.mark.sglang
+def test_what_the_router_is_started_with():
+    options = chosen_options(SglangOptions(request_timeout=60.0, router_options={"balance_abs_threshold": 5}))
+    assert options.pop("balance_abs_threshold") == 5
+    assert options == {"request_timeout_secs": 60, "disable_retries": True, "balance_rel_threshold": 1.2}
+    # As the installed one calls them.
+    assert set(options) <= set(router_options())
 
 
 def test_a_missing_router_is_a_problem(monkeypatch):
