@@ -48,12 +48,11 @@ def cross_checks(run: BoundRun) -> list[str]:
         colocation,
         engines_over_nodes,
         engine_layouts,
-        local_launcher,
         images,
         saved_aside,
     )
-    # The layout comes last and alone: a backend that looks at the model may import what takes seconds.
-    return [problem for check in checks for problem in check(run)] or layout(run)
+    # The layout comes last: a backend that looks at the model may import what takes seconds.
+    return [problem for check in checks for problem in check(run)] or [*local_launcher(run), *layout(run)]
 
 
 def batch_arithmetic(run: BoundRun) -> list[str]:

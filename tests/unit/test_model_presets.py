@@ -21,6 +21,7 @@ BUILT = [
     "llama3.1-8B",
     "glm4-9B",
     "glm4.5-106B-A12B",
+    "glm4.7-30B-A3B",
     "glm5-744B-A40B",
     "deepseek-v3.2",
     "moonlight-16B-A3B",

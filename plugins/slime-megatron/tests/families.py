@@ -149,6 +149,16 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
     "moonlight": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
+    "glm-4.7-flash": (
+        "glm4_moe_lite",
+        {
+            **{name: value for name, value in LATENT.items() if name != "first_k_dense_replace"},
+            "q_lora_rank": 24,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            # What transformers always has in the norms of latent queries and keys, where engines take the config's.
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 
 

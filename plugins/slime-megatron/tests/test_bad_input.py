@@ -49,6 +49,9 @@ def test_a_layout_that_divides_nothing(project):
         "3 x 4 x 2 = 24: does not divide the 7 ranks; the nearest numbers of ranks: 24",
     ):
         assert said in told
+    told = project.refused("--hf-checkpoint", model, "--tensor-model-parallel-size", "3")
+    assert "say --launcher ray" in told
+    assert "does not divide the model's 4 attention heads" in told
     assert not (project.folder / "runs").exists()
 
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_converted_is_told(model, torch_dist, tmp_path):
         run("hf", model, tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2.5-tied", "glm-4", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2.5-tied", "glm-4", "deepseek-v3", "glm-4.7-flash"])
 def test_there_and_back(family, tmp_path):
     folder = make_family(tmp_path / "model", family)
     run("torch_dist", folder, tmp_path / "there")

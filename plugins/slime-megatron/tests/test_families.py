@@ -188,6 +188,15 @@ def test_what_is_not_computed_is_refused(folder, fields, told):
         opened_one(folder).__enter__()
 
 
+def test_dense_layers_come_before_those_with_experts(tmp_path):
+    folder = make_family(tmp_path / "model", "glm-4.7-flash")
+    file = folder / "config.json"
+    raw = json.loads(file.read_text()) | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"mlp_layer_types = \['sparse', 'dense', .*only dense layers before"):
+        opened_one(folder).__enter__()
+
+
 def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
     other = make_family(tmp_path / "other", "qwen2.5")
     with pytest.raises(ModelError, match="another architecture"):

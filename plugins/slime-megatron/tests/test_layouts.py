@@ -76,6 +76,7 @@ MODELS = {
     "glm-5": CHOSEN,
     "glm-4": SANDWICH,
     "glm-4.5": LATENT,
+    "glm-4.7-flash": LATENT,
 }
 
 

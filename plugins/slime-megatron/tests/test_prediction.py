@@ -46,6 +46,8 @@ def config_of(family, count):
     told = {**COMMON, **sizes, "num_hidden_layers": LAYERS + count}
     if family == "qwen3-next":
         told["layer_types"] = ["linear_attention"] * (LAYERS - 1) + ["full_attention"] * (1 + count)
+    if "mlp_layer_types" in sizes:
+        told["mlp_layer_types"] = [*sizes["mlp_layer_types"], *["sparse"] * count]
     return AutoConfig.for_model(model_type, **told)
 
 
@@ -212,7 +214,15 @@ def after_step(folder, count, *, split=WHOLE, factor=FACTOR, **options):
 
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("glm-4.5", 1), ("glm-4.5", 2), ("deepseek-v3", 1), ("deepseek-v3.2", 1), ("mimo", 2), ("qwen3-next", 1)],
+    [
+        ("glm-4.5", 1),
+        ("glm-4.5", 2),
+        ("glm-4.7-flash", 1),
+        ("deepseek-v3", 1),
+        ("deepseek-v3.2", 1),
+        ("mimo", 2),
+        ("qwen3-next", 1),
+    ],
 )
 def test_they_learn_what_the_formula_says_and_nothing_else_does(folder_of, family, count):
     folder = folder_of(family, count)

@@ -96,6 +96,7 @@ async def test_a_refusal_is_no_death(fake, engine, status, kind):
         ) as caught:
             await started.generate([ask_for(3)])
         assert type(caught.value) is kind
+        assert ("is no SGLang server" in str(caught.value)) == (status == 404)
         await started.health()
 
 

@@ -9,7 +9,7 @@ from engine_setup import setup_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_core.contracts.engine import Capability
-from slime_core.testing.tiny_model import buckets_of, moved
+from slime_core.testing.tiny_model import buckets_of, checksum_of, moved
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_sglang.plugin import Sglang
 
@@ -107,6 +107,8 @@ async def test_ids_are_those_of_the_weights_that_chose(model, tmp_path):
         for bucket in buckets_of(folder_weights(tmp_path / "new"), 3, 2):
             await engine.load_bucket(bucket)
         await engine.resume()
+        # What it holds is known by the names of the files, experts too.
+        assert await engine.checksum() == checksum_of(folder_weights(tmp_path / "new"))
         (answer,) = await running
         assert answer.finish_reason is FinishReason.LENGTH
         assert [span.version for span in answer.spans] == [-1, 3]

@@ -19,6 +19,7 @@ from slime_sglang import launching
 from slime_sglang.connection import new_pool
 from slime_sglang.launching import devices_of, options_for, start_server
 from slime_sglang.plugin import Sglang
+from slime_sglang.process import ServerProcess
 from slime_sglang.server_args import OWNED
 
 HERE = Path(__file__).parent
@@ -180,6 +181,23 @@ def test_it_dies_with_its_parent(setup):
     else:
         os.kill(child, signal.SIGKILL)
         raise AssertionError("the server outlives its parent")
+
+
+def test_an_end_of_its_own_is_told_as_such(setup):
+    """Though a thread of it waits for the parent's end."""
+    (setup.run_dir / "ending.py").write_text(
+        "import sys, time\n"
+        "from slime_sglang.server.parent import die_with_parent\n"
+        "sys.stdin.buffer.readline()\n"
+        "die_with_parent()\n"
+        "time.sleep(0.2)\n"
+        "sys.exit('an option that is none')\n"
+    )
+    log = setup.run_dir / "log"
+    environment = {**os.environ, "PYTHONPATH": str(setup.run_dir)}
+    process = ServerProcess("ending", {}, log=log, environment=environment)
+    process._process.wait(60)
+    assert (process.ending, log.read_text()) == ("ended with exit code 1", "an option that is none\n")
 
 
 async def test_the_watch_ends_requests(setup, fake, tiny):

@@ -14,6 +14,8 @@ from slime_sglang import launching
 from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
 from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_options
+from slime_sglang.router import chosen_options
+from slime_sglang.router_args import router_options
 from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
 from slime_sglang.transports.plugin import Disk, Distributed, Ipc
 
@@ -56,7 +58,7 @@ add_load_format_choices = CHOICES.extend
 
 def test_both_forms_of_the_record_are_read():
     named = NamedLists.of([ast.parse(LISTS)], extended=False)
-    old = {option.name: option for option in options_in(ast.parse(OLD), named, of_record=True)}
+    old = {option.name: option for option in options_in(ast.parse(OLD), named, record="ServerArgs")}
     assert {name: option.type for name, option in old.items()} == {
         "model_path": str,
         "tp_size": int,
@@ -68,7 +70,7 @@ def test_both_forms_of_the_record_are_read():
         ServerOption("tp_size", int, "See SGLang's documentation.", aliases=("tensor_parallel_size",)),
         ServerOption("mem_fraction_static", float, "See SGLang's documentation.", choices=(1, 2)),
     ]
-    new = list(options_in(ast.parse(NEW), named, of_record=False))
+    new = list(options_in(ast.parse(NEW), named))
     assert new == [
         ServerOption("mem_fraction_static", float, "Share of the memory."),
         ServerOption("load_format", str, "The format.", ("auto", "dummy", "own")),
@@ -81,7 +83,7 @@ def test_both_forms_of_the_record_are_read():
 
 def test_a_list_that_somebody_here_may_add_to_is_open():
     named = NamedLists.of([ast.parse(LISTS)], extended=True)
-    choices = {option.name: option.choices for option in options_in(ast.parse(NEW), named, of_record=False)}
+    choices = {option.name: option.choices for option in options_in(ast.parse(NEW), named)}
     assert choices["load_format"] == ()
     assert choices["policy"] == ("lpm", "fcfs")
 
@@ -164,9 +166,44 @@ def test_a_token_file(tmp_path):
     ],
 )
 def test_what_does_not_go_together(options, words, monkeypatch):
+    known = {"cache_threshold": ServerOption("cache_threshold", float, "Doc.")}
+    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
     monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     (problem,) = Sglang.problems(SglangOptions(**options))
     assert words in problem
+
+
+@pytest.mark.sglang
+def test_options_of_the_router_are_the_installed_ones():
+    given = {"balance_abs_threshold": "5", "cache_threshold": 0.5, "disable_retries": False}
+    assert SglangOptions(router_options=given).router_options == given | {"balance_abs_threshold": 5}
+    wrong = {"balance_abs_treshold": 5, "policy": "random", "port": 30000, "retry_max_retries": "many"}
+    with pytest.raises(ValidationError) as told:
+        SglangOptions(router_options=wrong)
+    for words in (
+        "balance_abs_treshold: the installed sglang-router has no such option; close match: balance_abs_threshold",
+        "policy: not an option of a run: decided by engine.router_policy",
+        "port: not an option of a run: decided by the engine: a free one",
+        "retry_max_retries = 'many': input should be a valid integer",
+    ):
+        assert words in str(told.value)
+
+
+@pytest.mark.sglang
+def test_what_the_router_is_started_with():
+    options = chosen_options(SglangOptions(request_timeout=60.0, router_options={"balance_abs_threshold": 5}))
+    assert options.pop("balance_abs_threshold") == 5
+    assert options == {"request_timeout_secs": 60, "disable_retries": True, "balance_rel_threshold": 1.2}
+    # As the installed one calls them.
+    assert set(options) <= set(router_options())
+
+
+def test_a_missing_router_is_a_problem(monkeypatch):
+    monkeypatch.setattr("slime_sglang.router_args.router_options", dict)
+    options = (ServerOption("model_path", str, "Doc."),)
+    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: options)
+    (problem,) = Sglang.problems(SglangOptions(router_policy="random", router_options={"anything": 1}))
+    assert 'engine.router_policy = "random": sglang-router is not installed here' in problem
 
 
 @pytest.mark.parametrize(

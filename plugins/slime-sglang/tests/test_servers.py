@@ -83,7 +83,8 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
 
         await require_middlewares(router.connection, tiny, tmp_path)
 
-        waiting = asyncio.ensure_future(engine.generate([long(9)]))
+        # In turn, so that one is on the server that dies; the other one's may have ended before the death is noticed.
+        waiting = asyncio.gather(*(engine.generate([long(number)]) for number in (9, 10)))
         await asyncio.sleep(0.1)
         os.kill(info.pid, signal.SIGKILL)
         with pytest.raises(EngineError):
@@ -140,9 +141,9 @@ async def test_weights_change_under_waiting_requests(mode, attached, tiny, tmp_p
 async def test_many_requests_in_flight(attached, tiny, tmp_path):
     """More than the server runs at once, on one pool of connections, answered each once."""
     engine = attached()
-    await engine.start(setup_for(tiny, tmp_path, max_batch=2000))
+    await engine.start(setup_for(tiny, tmp_path, max_batch=10_000))
     try:
-        requests = [ask(n, [3 + n % 20], name=f"many/{n}", max_new_tokens=2) for n in range(2000)]
+        requests = [ask(n, [3 + n % 20], name=f"many/{n}", max_new_tokens=2) for n in range(10_000)]
         names = [answer.request_id async for answer in engine.stream(requests)]
         assert sorted(names) == sorted(request.request_id for request in requests)
     finally:

@@ -386,6 +386,8 @@ def test_versions_before_are_removed(ranks, stack, tmp_path):
     for version in (1, 2):
         rank.send(weights(version), version, engine)
         assert [path.name for path in (tmp_path / "weights").iterdir()] == [str(version)]
+    rank.sender.close()
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_file_that_is_damaged_after_it_was_written(ranks, stack, monkeypatch):

@@ -20,25 +20,33 @@ OUTERMOST_FIRST = (
 
 
 @contextlib.asynccontextmanager
-async def routed(router, model, folder):
-    """The same sglang-router behind two names: two upstreams to choose from."""
-    (folder / "upstream-token").write_text(router.token)
-    words = ["--port", "0", "--no-token", "--upstream-token-file", str(folder / "upstream-token")]
-    # No probe but the first finds out that a worker is dead.
-    words += ["--health-interval", "600"]
-    for address in (router.address, router.address.replace("127.0.0.1", "localhost")):
+async def listening(*words, upstreams, token, folder):
+    """The command slime-router in front of these addresses, which ask for the token."""
+    (folder / "upstream-token").write_text(token)
+    words = ["--port", "0", "--no-token", "--upstream-token-file", str(folder / "upstream-token"), *words]
+    for address in upstreams:
         words += ["--upstream", address]
-    for middleware in OUTERMOST_FIRST:
-        words += ["--middleware", middleware.format(model=model, folder=folder)]
     command = str(Path(sys.executable).with_name("slime-router"))
     process = await asyncio.create_subprocess_exec(command, *words, stdout=asyncio.subprocess.PIPE)
     try:
         line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
         async with aiohttp.ClientSession(line.split("listens on ")[1].split(",")[0]) as session:
-            yield Routed(session)
+            yield session
     finally:
         process.terminate()
         await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def routed(router, model, folder):
+    """The same sglang-router behind two names: two upstreams to choose from."""
+    # No probe but the first finds out that a worker is dead.
+    words = ["--health-interval", "600"]
+    for middleware in OUTERMOST_FIRST:
+        words += ["--middleware", middleware.format(model=model, folder=folder)]
+    upstreams = (router.address, router.address.replace("127.0.0.1", "localhost"))
+    async with listening(*words, upstreams=upstreams, token=router.token, folder=folder) as session:
+        yield Routed(session)
 
 
 class Routed:

@@ -129,7 +129,8 @@ class Connection:
         if path == GENERATE and 400 <= status < 500 and status not in NO_ROUTE:
             raise EngineRefused(f"{self.name}: it refuses a request (status {status}): {reason_in(content)}")
         if not 200 <= status < 300:
-            raise EngineError(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
+            stranger = " (so it is no SGLang server of a version that slime knows)" if status in NO_ROUTE else ""
+            raise EngineError(f"{self.name}: {method} {path}: status {status}{stranger}: {shown(content)}")
         if not content.strip():
             return None
         try:

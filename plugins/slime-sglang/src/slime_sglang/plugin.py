@@ -12,6 +12,7 @@ from slime_core.contracts.driver import DriverConfig, Patch
 from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
+from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
 from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_sglang.server_args import OWNED, ServerOption, installed_options
@@ -36,7 +37,7 @@ class SglangOptions(DriverConfig):
     prefill_servers: int = Field(default=0, ge=0)
     """That many of the servers only read prompts, and the others only write answers (prefill/decode disaggregation, with
     sglang-router between them). Keys and values go over `disaggregation_transfer_backend`, which must be installed."""
-    router_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    router_options: dict[str, str | int | float | bool | list[str] | None] = Field(default_factory=dict)
     """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
     external_engine_addrs: tuple[str, ...] = ()
     """Servers that somebody else started, as `host:port` or URL, instead of own ones: `servers` of them for each
@@ -60,6 +61,11 @@ class SglangOptions(DriverConfig):
     """Seconds for a call that is no generation: loading one bucket, flushing, pausing."""
     health_timeout: float = Field(default=30.0, gt=0)
     """Seconds within which a healthy server answers."""
+
+    @field_validator("router_options", mode="after")
+    @classmethod
+    def _of_router(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return router_args.checked(value)
 
     @model_validator(mode="after")
     def _of_pause(self) -> SglangOptions:
@@ -224,6 +230,11 @@ class Sglang(EngineDriver):
             problems.append("engine.deterministic: whoever started the external servers has decided it. Leave it out.")
         if config.prefill_servers:
             problems += problems_of_prefill(config)
+        if config.router_policy != "none" and not router_args.router_options():
+            problems.append(
+                f'engine.router_policy = "{config.router_policy}": sglang-router is not installed here: '
+                '`pip install "slime-sglang[server]"`; on a CPU `pip install --no-deps sglang-router`.'
+            )
         if config.router_options and config.router_policy == "none":
             problems.append("engine.router_options: there is no router. Choose an engine.router_policy.")
         if (config.dp_size if hasattr(config, "dp_size") else None) not in (None, 1) and not config.enable_dp_attention:

@@ -78,6 +78,19 @@ class Router:
             await asyncio.sleep(POLL_S)
 
 
+def chosen_options(config: SglangOptions) -> dict[str, Any]:
+    """Those that are chosen for rollouts, and the run's own, which come before them."""
+    return {
+        "request_timeout_secs": int(config.request_timeout),
+        # They would repeat a request that cannot be repeated blindly; the kernel knows which can.
+        "disable_retries": True,
+        # With sglang-router's own 64 and 1.5 cache_aware lets one server have 64 requests more than another.
+        "balance_abs_threshold": 10,
+        "balance_rel_threshold": 1.2,
+        **config.router_options,
+    }
+
+
 async def start_router(
     config: SglangOptions,
     setup: EngineSetup,
@@ -89,11 +102,8 @@ async def start_router(
 ) -> Router:
     """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
     port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
-    # Retries would repeat a request that cannot be repeated blindly; the kernel knows which can.
     options: dict[str, Any] = {
-        "request_timeout_secs": int(config.request_timeout),
-        "disable_retries": True,
-        **config.router_options,
+        **chosen_options(config),
         "worker_urls": [],
         "pd_disaggregation": bool(config.prefill_servers),
         "policy": config.router_policy,

@@ -44,6 +44,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """What a run decides, and where it is said instead."""
+RECORD: Final = "ServerArgs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +71,16 @@ def installed_options() -> tuple[ServerOption, ...]:
     found: dict[str, ServerOption] = {}
     for source in sources:
         if source in trees:
-            for option in options_in(trees[source], named, of_record=source == record):
+            for option in options_in(trees[source], named, record=RECORD if source == record else None):
                 found.setdefault(option.name, option)
     arguments = arguments_in(trees[record], named) if record in trees else []
     return tuple(with_arguments(found, arguments))
 
 
-def options_in(tree: ast.Module, named: NamedLists, *, of_record: bool) -> Iterator[ServerOption]:
-    """The annotated fields of the classes of a module; with `of_record` of ServerArgs alone."""
+def options_in(tree: ast.Module, named: NamedLists, *, record: str | None = None) -> Iterator[ServerOption]:
+    """The annotated fields of the classes of a module, or of the one called `record` alone."""
     for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or (of_record and node.name != "ServerArgs"):
+        if not isinstance(node, ast.ClassDef) or (record is not None and node.name != record):
             continue
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

@@ -1,5 +1,5 @@
-"""Multi-head latent attention: DeepSeek-V3, V3.1, R1, and what shares its layout (Kimi K2, Moonlight); with chosen keys
-DeepSeek-V3.2 and GLM-5."""
+"""Multi-head latent attention: DeepSeek-V3, V3.1, R1, and what shares its layout (Kimi K2, Moonlight, GLM-4.7-Flash); with
+chosen keys DeepSeek-V3.2 and GLM-5."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ class DeepseekV3(Bridge):
     def architecture(self) -> Architecture:
         config = self.config
         if config.attention_bias:
-            raise ModelError("the model's config.json says attention_bias = true: not computed for deepseek_v3.")
+            raise ModelError(
+                f"the model's config.json says attention_bias = true: not computed for {config.model_type}."
+            )
         if not getattr(config, "rope_interleave", True):
-            raise ModelError("the model's config.json says rope_interleave = false: not computed for deepseek_v3.")
+            raise ModelError(
+                f"the model's config.json says rope_interleave = false: not computed for {config.model_type}."
+            )
         moe = Moe(
             config=config,
-            first_dense=config.first_k_dense_replace,
+            first_dense=self.first_dense,
             options=sigmoid_routing(config, config.n_routed_experts),
         )
         options: dict[str, Any] = {
@@ -65,6 +69,11 @@ class DeepseekV3(Bridge):
                 "mscale_all_dim": parameters.get("mscale_all_dim", 0.0) or 0.0,
             }
         return self.common_architecture(options, mla=True, **self.choice())
+
+    @property
+    def first_dense(self) -> int:
+        """Layers before the first one with experts."""
+        return int(self.config.first_k_dense_replace)
 
     def indexer_options(self) -> dict[str, Any]:
         return {}
@@ -98,6 +107,23 @@ class DeepseekV3(Bridge):
     def rotary_head_dim(self) -> int:
         # transformers 5 calls the part that is rotated the head.
         return int(self.config.qk_rope_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeLite(DeepseekV3):
+    """GLM-4.7-Flash: DeepSeek-V3's layout, whose config lists the kind of each layer's MLP."""
+
+    config_type = None
+
+    @property
+    def first_dense(self) -> int:
+        kinds = list(self.config.mlp_layer_types)
+        count = kinds.count("dense")
+        if kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count):
+            raise ModelError(
+                f"the model's config.json says mlp_layer_types = {kinds}: only dense layers before all others are computed."
+            )
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)

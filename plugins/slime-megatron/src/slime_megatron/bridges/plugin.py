@@ -98,6 +98,16 @@ class Glm4Moe(Family):
         return Glm4Moe
 
 
+class Glm4MoeLite(Family):
+    """GLM-4.7-Flash."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.latent import Glm4MoeLite
+
+        return Glm4MoeLite
+
+
 class GlmMoeDsa(Family):
     """GLM-5."""
 

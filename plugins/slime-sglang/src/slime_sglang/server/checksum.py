@@ -16,13 +16,23 @@ QKV: Final = ("q_proj", "k_proj", "v_proj")
 VISION: Final = "visual"
 LEVELS: Final = {"model": "model.language_model", VISION: f"model.{VISION}"}
 WIDTH: Final = "original_intermediate_size"
+EXPERT_WIDTH: Final = "original_moe_intermediate_size"
 GATE_UP: Final = ("gate_proj", "up_proj")
+PLAIN: Final = ("weight", "bias", "e_score_correction_bias")
+REORDERED: Final = (
+    "load_up_proj_weight_first",
+    "w13_swiglu_interleaved",
+    "use_flashinfer_trtllm_moe",
+    "use_triton_kernels",
+)
+"""What is true of a quantisation method whose kernel wants experts in an order of its own."""
 
 
 def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
     """xxh3-64 (hex) over all weights in the order of their Hugging Face names, without names or lengths; and of each.
 
-    Raises NotImplementedError for a tensor whose Hugging Face parts are not known (quantised, or fused experts).
+    Raises NotImplementedError for a tensor whose Hugging Face parts are not known (quantised, of latent attention, or
+    experts in the order of a kernel).
     """
     import torch
 
@@ -38,8 +48,11 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 def unfused(model: Any) -> Iterator[tuple[str, Tensor]]:
     """SGLang stacks projections that read the same input, and pads the vocabulary and, on a CPU, MLPs."""
     from sglang.srt.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    if getattr(model.config, "kv_lora_rank", None) is not None:
+        raise NotImplementedError(f"{ACTION}: which matrices of latent attention are stacked is not known")
     # Where it is padded, the model's own size is kept under this name.
     width = getattr(model.config, WIDTH, None)
     tower = getattr(getattr(model.config, "vision_config", None), WIDTH, None)
@@ -65,17 +78,39 @@ def unfused(model: Any) -> Iterator[tuple[str, Tensor]]:
                     module.total_num_kv_heads * getattr(module, "v_head_size", module.head_size),
                 )
                 yield from parts(name, "qkv_proj", QKV, parameter, sizes)
+            elif ".shared_expert" in name and hasattr(model.config, EXPERT_WIDTH):
+                raise NotImplementedError(f"{ACTION}: how much of {name} is padding is not known")
             elif isinstance(module, MergedColumnParallelLinear):
                 for part, piece in parts(name, "gate_up_proj", GATE_UP, parameter, module.output_sizes):
                     yield part, piece[:width]
+            elif isinstance(module, FusedMoE):
+                yield from experts(name, module, parameter, getattr(model.config, EXPERT_WIDTH, None))
             elif isinstance(module, VocabParallelEmbedding):
                 yield name, parameter[: module.org_vocab_size]
-            elif own in ("weight", "bias") and parameter.is_floating_point():
+            elif own in PLAIN and parameter.is_floating_point():
                 if isinstance(module, LinearBase) and own == "weight" and parameter.dim() != 2:
                     raise NotImplementedError(f"{ACTION}: {name} is not a plain matrix")
                 yield name, parameter[:, :width] if name.endswith(".down_proj.weight") else parameter
             else:
                 raise NotImplementedError(f"{ACTION}: what {name} is made of is not known")
+
+
+def experts(name: str, module: Any, tensor: Tensor, width: int | None) -> Iterator[tuple[str, Tensor]]:
+    """Of w13 (E, 2 x I, H), gate above up, or w2 (E, H, I). `width`: of the model's own experts where I is padded."""
+    method = getattr(module, "quant_method", None)
+    packed = getattr(module, "use_intel_amx_backend", False) or getattr(module, "num_fused_shared_experts", 0)
+    plain = type(method).__name__ == "UnquantizedFusedMoEMethod" and not packed
+    if not plain or any(getattr(method, said, False) for said in REORDERED) or tensor.dim() != 3:
+        raise NotImplementedError(f"{ACTION}: {name} of {tuple(tensor.shape)} is in the order of a kernel")
+    path, _, own = name.rpartition(".")
+    for number, expert in enumerate(tensor):
+        if own == "w2_weight":
+            yield f"{path}.{number}.down_proj.weight", expert[:, :width]
+        elif own == "w13_weight":
+            for part, piece in zip(GATE_UP, expert.chunk(2), strict=True):
+                yield f"{path}.{number}.{part}.weight", piece[:width]
+        else:
+            raise NotImplementedError(f"{ACTION}: what {name} is made of is not known")
 
 
 def published(path: str) -> str:

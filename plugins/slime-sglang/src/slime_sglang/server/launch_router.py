@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
 import sys
 
@@ -17,13 +15,6 @@ def main() -> None:
     from sglang_router.launch_router import launch_router
     from sglang_router.router_args import RouterArgs
 
-    known = [field.name for field in dataclasses.fields(RouterArgs)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            sys.exit(
-                f"engine.router_options.{name}: sglang-router has no such option; close match: {', '.join(close)}."
-            )
     launch_router(RouterArgs(**options))
 
 

@@ -26,12 +26,14 @@ WRITERS = 2
 
 class DiskSender(ServerSender):
     """`RUN/weights/VERSION/`. The version before is removed when every engine has the new one: there must be room for
-    two."""
+    two. None is left at the end."""
+
+    _root: Path | None = None
 
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
-        self._root: Path = setup.run_dir / "weights"
         if setup.rank == 0:
+            self._root = setup.run_dir / "weights"
             # What an attempt before this one left is of other weights.
             folder.remove_all_but(self._root, [])
 
@@ -42,7 +44,7 @@ class DiskSender(ServerSender):
         engines: Sequence[EngineEndpoint],
         digests: Digests | None,
     ) -> SentReport:
-        if self.place.rank != 0:
+        if self._root is None:
             return SentReport()
         beside = folder.begin(self._root / str(version))
         entries: list[FileEntry] = []
@@ -73,3 +75,10 @@ class DiskSender(ServerSender):
         load_from_disk(self.servers, engines, written, version)
         folder.remove_all_but(self._root, [written])
         return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))
+
+    def close(self) -> None:
+        super().close()
+        if self._root is not None:
+            # Engines have what they read in memory, and an attempt after this one brings its own.
+            folder.remove(self._root)
+            self._root = None

@@ -45,7 +45,7 @@ class Digests:
 
 def require_equal(servers: Servers, engines: Sequence[EngineEndpoint], digests: Digests, version: int) -> ComparedWith:
     """EngineError naming the engine and the tensors. Where a server cannot name whole tensors (several ranks, quantised
-    weights, fused experts, not started by slime) such servers are compared with one another by SGLang's own checksum: if all
+    weights, latent attention, not started by slime) such servers are compared with one another by SGLang's own checksum: if all
     of them got the same wrong weights, nothing shows it. The answer says if that is how any was compared."""
     refused: list[tuple[EngineEndpoint, EngineError]] = []
     calls = servers.each(engines, CHECK, {"action": ACTION}, what=f"checking version {version}")

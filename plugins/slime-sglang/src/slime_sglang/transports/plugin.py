@@ -27,9 +27,9 @@ class SentConfig(DriverConfig):
     little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
     check_weight_update_equal: bool = False
     """After each push compare every tensor in the servers' memory with the trainer's, by checksum; it reads all weights to
-    the host on both sides. That is for servers that the run starts, of one rank each (`tp_size`, `pp_size`), with dense
-    weights that are not quantised. Others, if there are several, are only compared with one another, which
-    `weights_compared` in events.jsonl says."""
+    the host on both sides. That is for servers that the run starts, of one rank each (`tp_size`, `pp_size`), with
+    weights that are not quantised and attention that is not latent. Others, if there are several, are only compared with
+    one another, which `weights_compared` in events.jsonl says."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for any one call: a bucket, a file, a group."""
 
