@@ -83,7 +83,8 @@ class Finder:
             return []
         entry = self._registry.find(group, name, where=group)
         owner = f"{entry.name} ({entry.provenance})"
-        return list(option_flags(driver.Config, path, owner, prefix=prefix, aliases=driver.flag_aliases))
+        more: dict[str, Any] = {"aliases": driver.flag_aliases, "tables": driver.table_options()}
+        return list(option_flags(driver.Config, path, owner, prefix=prefix, **more))
 
 
 def name_of(value: Any) -> str:

@@ -1,8 +1,9 @@
 """Flags: which key a `--flag` sets.
 
 A kernel key's flag is its name with dashes. A plugin table's own name sets its `name` (`--algo`). Options of the chosen
-backend, algorithm parts, source and transport go unprefixed, an engine's with its name as prefix. Any key can be given
-by its dotted path (`--algo.advantage`) or by `--set algo.advantage=x`.
+backend, algorithm parts, source and transport go unprefixed, an engine's with its name as prefix; those inside a table
+of a plugin's have the prefix that it gives them (`--router-`). Any key can be given by its dotted path
+(`--algo.advantage`) or by `--set algo.advantage=x`.
 
 The last of several values wins. A list may be said in several words, and its flag several times: then they follow each
 other. It takes the place of the run file's list; `--plugin` adds to it, for what the file names may need its own plugins.
@@ -23,6 +24,7 @@ from pydantic.fields import FieldInfo
 from slime_core.config.algo import AlgoConfig
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
+from slime_core.contracts.driver import TableOptions
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError, near_matches
 
@@ -190,11 +192,16 @@ def option_flags(
     *,
     prefix: str = "",
     aliases: Mapping[str, str] = MappingProxyType({}),
+    tables: Sequence[TableOptions] = (),
 ) -> Iterable[Flag]:
-    """The flags of a plugin's options. `aliases`: options by other names of their flags."""
+    """The flags of a plugin's options. `aliases`: options by other names of their flags. `tables`: options in options."""
     for key, info in config.model_fields.items():
         others = tuple(alias for alias, option in aliases.items() if option == key)
         yield Flag(name=prefix + key.replace("_", "-"), path=(*path, key), owner=owner, field=info, aliases=others)
+    for table in tables:
+        for key, info in table.fields.items():
+            name = table.prefix + key.replace("_", "-")
+            yield Flag(name=name, path=(*path, table.option, key), owner=owner, field=info)
 
 
 def bare_type(annotation: Any) -> Any:

@@ -19,7 +19,7 @@ def run_schema(chosen: Mapping[str, str]) -> dict[str, Any]:
     flags = [*kernel_flags(), *chosen_flags(chosen, Registry.from_environment(), strict=True)]
     definitions = schema.setdefault("$defs", {})
     for table, name in chosen.items():
-        owned = [flag for flag in flags if flag.path[0] == table and flag.path[1:] != ("name",)]
+        owned = [flag for flag in flags if flag.path[:-1] == (table,) and flag.path[-1] != "name"]
         title = f"{table}_{name}".replace("/", "_").replace("-", "_")
         definitions[title] = {
             "type": "object",

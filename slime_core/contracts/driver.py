@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 from slime_core import API_VERSION
 
@@ -37,6 +38,17 @@ class Patch:
     """The installed library has the target; without it the run lacks the purpose."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Keys of a table that is an option, known only from what is installed."""
+
+    option: str
+    prefix: str
+    """Of the flags: `router-` for `--router-max-concurrent-requests`."""
+    fields: Mapping[str, FieldInfo]
+    """By key."""
+
+
 class Driver(ABC, Generic[T_co]):
     """A named choice. Subclasses set `Config` and implement `build`; the class itself is never instantiated.
 
@@ -51,6 +63,11 @@ class Driver(ABC, Generic[T_co]):
     flag_aliases: ClassVar[Mapping[str, str]] = {}
     """Options by the names that their flags have elsewhere, without dashes in front: `--rollout-model` for `{"rollout-model":
     "model"}`. They are understood while the plugin is chosen, and have no prefix."""
+
+    @classmethod
+    def table_options(cls) -> Sequence[TableOptions]:
+        """What the options that are tables may hold, for flags and listings; the plugin itself checks what they do."""
+        return ()
 
     @classmethod
     @abstractmethod

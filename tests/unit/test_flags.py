@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
 
 from slime_core.config.flags import FlagTable, kernel_flags, option_flags
 from slime_core.config.load import merge
+from slime_core.contracts.driver import TableOptions
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError
 
@@ -211,6 +213,19 @@ def test_a_key_inside_something_that_is_no_table(there):
 
 class Served(BaseModel):
     addresses: list[str] = Field(default=[])
+
+
+def test_keys_inside_a_plugins_table_have_flags():
+    fields = {"max_queue": FieldInfo(annotation=int | None, default=None), "fast": FieldInfo(annotation=bool | None)}
+    tables = [TableOptions(option="router_options", prefix="router-", fields=fields)]
+    table = FlagTable.of([*kernel_flags(), *option_flags(Served, ("engine",), "acme", prefix="acme-", tables=tables)])
+    assert parse("--router-max-queue", "5", "--router-fast", "--no-router-fast", table=table) == [
+        (("engine", "router_options", "max_queue"), "5"),
+        (("engine", "router_options", "fast"), True),
+        (("engine", "router_options", "fast"), False),
+    ]
+    with pytest.raises(ConfigError, match="--router-max-queu: unknown flag; close match: --router-max-queue"):
+        parse("--router-max-queu", "5", table=table)
 
 
 def test_a_plugins_option_by_another_name():

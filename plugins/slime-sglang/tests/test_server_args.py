@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from slime_core.config.chosen import chosen_flags
+from slime_core.config.flags import FlagTable, kernel_flags
+from slime_core.config.schema import run_schema
 from slime_core.contracts.engine import EngineLayout
-from slime_core.errors import EngineError
+from slime_core.errors import ConfigError, EngineError
+from slime_core.registry import Registry
 from slime_sglang import launching
 from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
@@ -187,6 +191,22 @@ def test_options_of_the_router_are_the_installed_ones():
         "retry_max_retries = 'many': input should be a valid integer",
     ):
         assert words in str(told.value)
+
+
+@pytest.mark.sglang
+def test_options_of_the_router_are_flags():
+    table = FlagTable.of([*kernel_flags(), *chosen_flags({"engine": {"name": "sglang"}}, Registry.from_environment())])
+    words = ["--router-policy", "random", "--router-balance-abs-threshold", "5", "--router-disable-circuit-breaker"]
+    assert table.parse(words) == [
+        (("engine", "router_policy"), "random"),
+        (("engine", "router_options", "balance_abs_threshold"), "5"),
+        (("engine", "router_options", "disable_circuit_breaker"), True),
+    ]
+    with pytest.raises(ConfigError, match=r"--router-port: unknown flag"):
+        table.parse(["--router-port", "1"])
+    schema = run_schema({"engine": "sglang"})["$defs"]["engine_sglang"]["properties"]
+    assert "router_options" in schema
+    assert "balance_abs_threshold" not in schema
 
 
 @pytest.mark.sglang

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from slime_core.contracts.driver import DriverConfig, Patch
+from slime_core.contracts.driver import DriverConfig, Patch, TableOptions
 from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
@@ -208,7 +208,14 @@ class Sglang(EngineDriver):
     ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
 
     spans_nodes = True
-    flag_aliases: ClassVar[Mapping[str, str]] = {"rollout-external-engine-addrs": "external_engine_addrs"}
+    flag_aliases: ClassVar[Mapping[str, str]] = {
+        "rollout-external-engine-addrs": "external_engine_addrs",
+        "router-policy": "router_policy",
+    }
+
+    @classmethod
+    def table_options(cls) -> Sequence[TableOptions]:
+        return [TableOptions(option="router_options", prefix="router-", fields=router_args.fields())]
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from slime_core.errors import near_matches
 from slime_sglang.option_choices import NamedLists
@@ -44,6 +45,15 @@ def router_options() -> Mapping[str, ServerOption]:
     # Choices that its command line has are not looked at: it takes more policies than these.
     found = options_in(ast.parse(file.read_bytes()), NamedLists({}), record="RouterArgs")
     return MappingProxyType({option.name: option for option in found})
+
+
+def fields() -> dict[str, FieldInfo]:
+    """Those that a run may give, by name."""
+    return {
+        name: FieldInfo(annotation=option.type | None, default=None, description=option.doc)
+        for name, option in router_options().items()
+        if name not in OWNED
+    }
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
