@@ -241,7 +241,9 @@ class MegatronBackend(TrainBackend):
 
     def load(self, folder: Path) -> None:
         trainer = self._ready
-        manifest = checkpoint.read_manifest(folder, self._shapes())
+        role = trainer.setup.role
+        table = "backend" if role == ACTOR else f"roles.{role}.backend"
+        manifest = checkpoint.read_manifest(folder, self._shapes(), table)
         for name in manifest.copies:
             self._check_copy(name)
         trainer.copies |= checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.tensors)
