@@ -37,6 +37,8 @@ class RunState:
     """Wall time of all attempts up to here."""
     eval_before: Mapping[str, float] = field(default_factory=dict)
     """Accuracy on each evaluation set before the first step; empty if that was not evaluated."""
+    eval_owed: bool = False
+    """An evaluation that was due has not ended. Whoever goes on from here makes one first, of the weights that there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,8 +217,9 @@ async def run_loop(session: Session) -> None:
 
 
 async def evaluate_at_start(session: Session) -> None:
-    """Before the first step; or, resumed, the evaluation that the last checkpoint was taken just before."""
+    """Before the first step; or, resumed, the evaluation that the last checkpoint was taken just before, or one for that which
+    was given up on the side with the steps after it trained already."""
     step = session.state.rollout_id
     first = step == 0 and not session.run.config.eval.skip_eval_before_train
-    if first or (step > 0 and session.is_due(step - 1).evaluate):
+    if first or (step > 0 and (session.is_due(step - 1).evaluate or session.state.eval_owed)):
         await session.evaluate(step - 1)

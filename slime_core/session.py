@@ -303,6 +303,7 @@ class Session:
         if not len(self.evaluator):
             return
         await self.evaluated()
+        self.state = replace(self.state, eval_owed=True)
         await self.residency.rollout()
         if self.run.config.eval.eval_on_the_side:
             self.evaluation = asyncio.create_task(self._evaluate(step))
@@ -316,7 +317,7 @@ class Session:
             await self._unless_stopped(evaluation)
 
     async def end_evaluation(self) -> None:
-        """Gives an evaluation on the side up."""
+        """Gives an evaluation on the side up: it is owed."""
         if self.evaluation is not None:
             self.evaluation.cancel()
             await asyncio.gather(self.evaluation, return_exceptions=True)
@@ -328,6 +329,7 @@ class Session:
         report, groups = await self.evaluator.evaluate(step, version)
         if step < 0:
             self.state = replace(self.state, eval_before=self.accuracies(report))
+        self.state = replace(self.state, eval_owed=False)
         self.last_eval = report
         self._log(EVAL_AXIS, step + 1, report.metrics, step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))

@@ -19,7 +19,6 @@ from slime_core.buffer.buffer import DataBuffer
 from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
-from slime_core.contracts.backend import RoutingReplay
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.tracker import RunInfo
 from slime_core.engine_specs import EngineSpecs
@@ -27,6 +26,7 @@ from slime_core.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.errors import CheckpointError, ConfigError, RewardError, SlimeError
 from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.event_log import EventLog
+from slime_core.group_settings import eval_settings, training_settings
 from slime_core.heap import settled_heap
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import BatchReady, LoopHeld, Run, RunEnd, RunStart, SampleFailed
@@ -43,7 +43,6 @@ from slime_core.roles import start_roles
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.recorded import PoolRecord, RequestScript
 from slime_core.rollout.rewards import OwnLimit, RewardPool
-from slime_core.rollout.scoring import ScoringPlan
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.rollout_only import RolloutOnly
 from slime_core.run_folder import RunFolder, choose_folder, lock_folder
@@ -53,7 +52,6 @@ from slime_core.session import Session
 from slime_core.storage import storage_errors
 from slime_core.supervision import supervisors
 from slime_core.types.batch import Batch, TokenColumns
-from slime_core.types.completion import SamplingParams
 from slime_core.workers.agreement import Agreement
 
 LOOP_HELD_S: Final = 30.0
@@ -330,62 +328,15 @@ def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool
     return pool
 
 
-def training_settings(run: BoundRun) -> GroupSettings:
-    rollout = run.config.rollout
-    return GroupSettings(
-        scope="train",
-        num_samples=rollout.n_samples_per_prompt,
-        sampling=SamplingParams(
-            max_new_tokens=rollout.rollout_max_response_len,
-            temperature=rollout.rollout_temperature,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.rollout_top_k,
-            stop=rollout.rollout_stop,
-            stop_token_ids=rollout.rollout_stop_token_ids,
-            skip_special_tokens=rollout.rollout_skip_special_tokens,
-        ),
-        seed=run.rollout_seed,
-        max_context_len=rollout.rollout_max_context_len,
-        scoring=ScoringPlan.of(run.rewards, rollout),
-        evaluation=False,
-        max_retries=rollout.max_retries,
-        mask_offpolicy=rollout.mask_offpolicy_in_partial_rollout,
-        routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
-    )
-
-
 def eval_tasks(
     run: BoundRun, materials: Materials, runner: Callable[[GroupSettings, Part], GroupRunner]
 ) -> Sequence[EvalTask]:
     tasks = []
-    rollout = run.config.rollout
     for settings in run.evals:
         source = materials.eval_sources[settings.name]
-        group_settings = GroupSettings(
-            scope=f"eval-{settings.name}",
-            num_samples=settings.num_samples,
-            sampling=SamplingParams(
-                max_new_tokens=settings.max_response_len,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                min_new_tokens=settings.min_new_tokens,
-                repetition_penalty=settings.repetition_penalty,
-                stop=settings.stop,
-                stop_token_ids=settings.stop_token_ids,
-            ),
-            seed=run.rollout_seed,
-            max_context_len=rollout.rollout_max_context_len,
-            scoring=ScoringPlan.of(settings.rewards, rollout),
-            evaluation=True,
-            max_retries=rollout.max_retries,
-        )
         prompts = source.take(source.num_rows or 0)
-        tasks.append(
-            EvalTask(
-                settings=settings, prompts=prompts, runner=runner(group_settings, settings.generate or run.generate)
-            )
-        )
+        made = runner(eval_settings(run, settings), settings.generate or run.generate)
+        tasks.append(EvalTask(settings=settings, prompts=prompts, runner=made))
     return tasks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -26,10 +27,13 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
         resync: Resync,
         first: int,
         room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        leaves: Callable[[asyncio.Future[None]], None] = lambda gone: None,
     ) -> EngineSupervisor:
         return EngineSupervisor(
             client,
             HealthRules.of(session.run.config.rollout),
+            end=launcher.end_engine,
+            leaves=leaves,
             restart=restart,
             resync=resync,
             room=room,
@@ -43,7 +47,8 @@ def supervisors(session: Session, launcher: Launcher) -> list[EngineSupervisor]:
     found = []
     if session.client is not None:
         restart = partial(restart_settled, launcher, session.client, session.residency)
-        found.append(of(session.client, restart, session.resync, 0, session.residency.starting))
+        residency = session.residency
+        found.append(of(session.client, restart, session.resync, 0, residency.starting, residency.leaves))
 
     async def bring_nothing(engine: EngineLink, admit: Admit) -> None:
         await admit(None)

@@ -72,7 +72,8 @@ class EvalConfig(Table):
     """No evaluation before the first step."""
     eval_on_the_side: bool = False
     """Training goes on while an evaluation runs; a checkpoint waits for its end. Its figures are those of the versions
-    in eval/version_min and eval/version_max."""
+    in eval/version_min and eval/version_max. One that Ctrl-C breaks off is made when the run goes on, of the weights that
+    it has then."""
     eval_holds_weights: bool = True
     """A publish waits for the end of an evaluation on the side, so that it has one version."""
     eval_prompt_data: tuple[str, ...] = ()

@@ -211,7 +211,8 @@ class BackendDriver(Driver[TrainBackend]):
     """Whose choices of experts it can go by."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
     """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
-    others, and `--resume FOLDER` goes on with it."""
+    others, and `--resume FOLDER` goes on with it. Also those whose default depends on the device, so that a run that moves can
+    say what it had: `load` refuses another."""
 
     @classmethod
     def least_ranks(cls, config: Any) -> int:

@@ -23,7 +23,7 @@ class RankHandle(Protocol):
 
 
 class Launcher(ABC):
-    """Calling order: `start_trainers`, `start_engines`, any calls on handles and `restart_engine`, `stop`."""
+    """Calling order: `start_trainers`, `start_engines`, any calls on handles, `end_engine` and `restart_engine`, `stop`."""
 
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
@@ -38,8 +38,13 @@ class Launcher(ABC):
         share devices with trainers."""
 
     @abstractmethod
+    async def end_engine(self, index: int) -> None:
+        """Ends an engine hard, in whatever state it is, also in the middle of its start. It gives back the memory that it
+        held. Of one that was ended already nothing is left to do."""
+
+    @abstractmethod
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
-        """Ends an engine hard, in whatever state it is, and starts another one from the same spec, in the same place."""
+        """`end_engine`, and another one from the same spec, in the same place."""
 
     @abstractmethod
     def share(self, value: Any) -> Any:

@@ -56,7 +56,8 @@ class LocalLauncher(Launcher):
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []
         self._ranks: list[LocalRank] = []
-        self._engines: list[LocalEngine] = []
+        self._engines: list[LocalEngine | None] = []
+        """None: ended, and none in its place yet."""
         self._specs: list[EngineWorkerSpec] = []
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
@@ -80,14 +81,21 @@ class LocalLauncher(Launcher):
             self._specs.append(spec)
         return started, infos
 
-    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+    async def end_engine(self, index: int) -> None:
+        engine = self._engines[index]
+        if engine is None:
+            return
         # One that hangs is left behind: nothing in this process can be stopped harder than by asking it to.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_S):
-                await self._engines[index].call("stop")
+                await engine.call("stop")
+        self._engines[index] = None
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        await self.end_engine(index)
         worker = EngineWorker(self._specs[index])
-        self._engines[index] = LocalEngine(worker)
-        return self._engines[index], await worker.start()
+        engine = self._engines[index] = LocalEngine(worker)
+        return engine, await worker.start()
 
     def share(self, value: Any) -> Any:
         return value
@@ -97,7 +105,8 @@ class LocalLauncher(Launcher):
         ranks, self._ranks = self._ranks, []
         threads, self._threads = self._threads, []
         for engine in engines:
-            await engine.call("stop")
+            if engine is not None:
+                await engine.call("stop")
         for rank in ranks:
             await rank.call("close")
         for thread in threads:

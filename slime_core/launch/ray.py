@@ -33,6 +33,7 @@ from slime_core.workers.trainer import TrainWorkerSpec
 
 CONTROL_CALLS: Final = 64
 """Calls that an engine takes beside its requests, such as an abort while it is full."""
+KILL_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class EngineSeat:
     """Those that it shares with a trainer, by machine."""
     crew: Crew
     members: Sequence[Member] = ()
-    """By machine; the first one serves."""
+    """By machine; the first one serves. None once it was ended."""
 
 
 class RayLauncher(Launcher):
@@ -189,15 +190,20 @@ class RayLauncher(Launcher):
             for number, (group, bundle) in enumerate(seat.places)
         ]
 
-    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+    async def end_engine(self, index: int) -> None:
         seat = self._seats[index]
         self._lost_engines = True
         died = seat.crew.has_died
         await seat.crew.end(failed=True)
         self._crews = [crew for crew in self._crews if crew is not seat.crew]
+        members, seat.members = seat.members, ()
         if not died:
-            for member in seat.members:
-                kill_here(member)
+            await asyncio.gather(*(kill_here(member, self._grace_s) for member in members))
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        seat = self._seats[index]
+        if seat.members:
+            await self.end_engine(index)
         seat.crew = self._new_crew(farewell="stop")
         self._take(seat)
         try:
@@ -329,12 +335,17 @@ class RayLauncher(Launcher):
         return infos[0]
 
 
-def kill_here(member: Member) -> None:
-    """Ends the process of an actor on this machine, if it is still there: one that hangs does not hear Ray."""
+async def kill_here(member: Member, limit_s: float) -> None:
+    """Ends the process of an actor on this machine, if it is still there: one that hangs does not hear Ray. Returns when it is
+    gone, or after `limit_s`."""
     location = member.location
-    if location is not None and location.node == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(ProcessLookupError):
+    if location is None or location.node != ray.get_runtime_context().get_node_id():
+        return
+    deadline = asyncio.get_running_loop().time() + limit_s
+    with contextlib.suppress(ProcessLookupError):
+        while asyncio.get_running_loop().time() < deadline:
             os.kill(location.pid, signal.SIGKILL)
+            await asyncio.sleep(KILL_POLL_S)
 
 
 def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:

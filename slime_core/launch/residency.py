@@ -47,6 +47,7 @@ class Residency:
         self._engines = engines if offload_rollout else None
         self._offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(Memory)
+        self._leaving: set[asyncio.Future[None]] = set()
         self._phase = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
 
@@ -70,6 +71,11 @@ class Residency:
         async with self.alone():
             await self.rollout()
             yield
+
+    def leaves(self, gone: asyncio.Future[None]) -> None:
+        """An engine that is out of service holds its memory until this is done: no trainer takes it before."""
+        self._leaving.add(gone)
+        gone.add_done_callback(self._leaving.discard)
 
     async def settle(self, engine: EngineLink) -> None:
         """Puts an engine that was just started to sleep, until it is brought its weights `beside` the others."""
@@ -118,6 +124,9 @@ class Residency:
             await self._engines.each("sleep", in_order(gone))
         if beside is not None:
             await beside.each("sleep", in_order(surplus))
+        # Also those that were lost while they were asked here.
+        while self._leaving:
+            await asyncio.wait(self._leaving)
 
     async def _wake(self, phase: Phase, beside: EngineLink | None) -> None:
         """Gives the engines what they hold in this phase."""

@@ -1,8 +1,8 @@
 """EngineSupervisor: sees to it that lost engines come back.
 
 It asks every engine in service how it is, on a clock of its own. An engine that fails, there or with a request, is taken
-out of service, stopped hard, started anew, brought the current weights, asked once more, and put into service again. An
-engine for which that does not help ends the run.
+out of service and ended hard at once, started anew, brought the current weights, asked once more, and put into service
+again. An engine for which that does not help ends the run.
 """
 
 from __future__ import annotations
@@ -73,19 +73,24 @@ class EngineSupervisor:
         client: EngineClient,
         rules: HealthRules,
         *,
+        end: Callable[[int], Coroutine[Any, Any, None]],
         restart: Callable[[int], Awaitable[tuple[EngineHandle, EngineInfo]]],
         resync: Resync,
         room: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        leaves: Callable[[asyncio.Future[None]], None] = lambda gone: None,
         hooks: Hooks,
         run: Run,
         rollout_id: Callable[[], int],
         counts: Counter[str],
         first: int = 0,
     ) -> None:
-        """`restart`: see `Launcher.restart_engine`; it is called inside a `room`, which is waited for. `rollout_id`: the step
-        under way, for events. `counts`: metrics, which are added to. `first`: what the run calls the client's engine 0."""
+        """`end`, `restart`: see `Launcher.end_engine` and `restart_engine`. The second one is called inside a `room`, which is
+        waited for; `leaves` is told of the first one at once, before anybody else goes on. `rollout_id`: the step under way,
+        for events. `counts`: metrics, which are added to. `first`: what the run calls the client's engine 0."""
         self._client = client
         self._rules = rules
+        self._end_engine = end
+        self._leaves = leaves
         self._restart = restart
         self._resync = resync
         self._room = room
@@ -94,6 +99,8 @@ class EngineSupervisor:
         self._rollout_id = rollout_id
         self._counts = counts
         self._first = first
+        self._ends: dict[int, asyncio.Task[None]] = {}
+        """Of engines that are out of service."""
         self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)
         self._restarts: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,6 +155,7 @@ class EngineSupervisor:
 
     def _lose(self, index: int, error: Exception, redispatched: int) -> None:
         self._counts[REDISPATCHED] += redispatched
+        self._end(index)
         event = EngineLost(
             run=self._run,
             rollout_id=self._rollout_id(),
@@ -172,6 +180,7 @@ class EngineSupervisor:
                     break
                 except EngineError as again:
                     error = again
+                    self._end(index)
             self._begin(self._probe(index))
             self._hooks.engine_recovered(
                 EngineRecovered(
@@ -200,8 +209,12 @@ class EngineSupervisor:
 
     async def _replace(self, index: int) -> int:
         """Another engine in place of a lost one, in service. The version that it holds; -1: none was brought."""
-        await self._client.awake()
         number = self._first + index
+        try:
+            await self._ends[index]
+        except Exception as error:
+            raise EngineError(f"engine {number} could not be ended: {error}") from error
+        await self._client.awake()
         now = asyncio.get_running_loop().time
         async with self._room():
             began = now()
@@ -240,7 +253,13 @@ class EngineSupervisor:
         await self._resync(link, admit)
         return brought
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _end(self, index: int) -> None:
+        """Whatever of it is still there goes now: its memory may be what a trainer on the same devices waits for."""
+        self._ends[index] = self._begin(self._end_engine(self._first + index))
+        self._leaves(self._ends[index])
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

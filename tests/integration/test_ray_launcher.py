@@ -543,6 +543,9 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
         os.kill(pid, signal_sent)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.call("version"), 1)
+        await workers.launcher.end_engine(0)
+        # Not only told to go: its memory is there for others.
+        assert not is_alive(pid)
     groups = len(ray.util.placement_group_table())
     began = time.monotonic()
     successor, info = await workers.launcher.restart_engine(0)

@@ -499,6 +499,58 @@ def test_what_is_reported_at_an_early_end_is_of_its_weights(tmp_path: Path) -> N
     assert (session.last_eval.metrics["eval/version_min"], session.last_eval.metrics["eval/version_max"]) == (3, 3)
 
 
+@pytest.mark.parametrize("holds_weights", [True, False])
+def test_an_evaluation_on_the_side_that_is_given_up_is_made_when_the_run_goes_on(
+    tmp_path: Path, holds_weights: bool
+) -> None:
+    """Ctrl-C comes when the step after it is trained: while its publish waits for the evaluation, or in the next rollouts."""
+    length = {"eval-held_out": 500, "train": 10}
+
+    def simulation() -> Simulation:
+        return simulate(
+            tmp_path,
+            eval_prompts=2,
+            eval={"eval_on_the_side": True, "eval_holds_weights": holds_weights, "eval_interval": 2},
+            engines=[
+                TimedEngine(slots=100, rate=lambda running: 1.0, length=lambda r: length[r.request_id.split("/")[0]])
+            ],
+        )
+
+    def logging(session: Session) -> Log:
+        log = Log()
+        session.trackers = [log]
+        return log
+
+    def evaluated(log: Log) -> list[tuple[int, float, float]]:
+        return [
+            (step, metrics["eval/version_min"], metrics["eval/version_max"])
+            for axis, step, metrics in log.lines
+            if axis == "eval/step"
+        ]
+
+    broken_off = simulation().session()
+    log = logging(broken_off)
+
+    async def scene() -> None:
+        loop = asyncio.create_task(run_loop(broken_off))
+        # Ten seconds of rollouts and five of training a step.
+        await asyncio.sleep(50)
+        broken_off.stop_requested.set()
+        await loop
+
+    with pytest.raises(Interrupted):
+        run_fast(scene())
+    assert evaluated(log) == []
+    resumed = simulation().session()
+    at = resumed.state.rollout_id
+    assert at == 3
+    log = logging(resumed)
+    run_fast(run_loop(resumed))
+    assert [step for step, *_ in evaluated(log)] == [at, 4, 6]
+    assert evaluated(log)[0][1] == at
+    assert not simulation().session().state.eval_owed
+
+
 @pytest.mark.parametrize(
     ("eval_table", "ahead"),
     [({}, 0), ({"eval_on_the_side": True}, 0), ({"eval_on_the_side": True, "eval_holds_weights": False}, 2)],

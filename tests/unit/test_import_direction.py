@@ -39,6 +39,7 @@ LEVELS = [
     | {
         "engine_specs",
         "engines",
+        "group_settings",
         "learner",
         "materials",
         "roles",

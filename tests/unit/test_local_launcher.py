@@ -84,3 +84,15 @@ async def test_a_failed_engine_gets_a_successor(specs, tmp_path, monkeypatch):
     assert await engines[1].call("version") == 2
     await launcher.stop()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stop_1", "stop_2", "stop_3", "stop_4"]
+
+
+async def test_an_engine_that_was_ended_is_ended_once(specs, tmp_path):
+    launcher = LocalLauncher()
+    _, lost = (await launcher.start_engines(specs))[0]
+    stopped = f"stop_{await lost.call('version')}"
+    await launcher.end_engine(1)
+    (tmp_path / stopped).unlink()
+    await launcher.end_engine(1)
+    successor, _ = await launcher.restart_engine(1)
+    assert await successor.call("version")
+    assert not list(tmp_path.iterdir())

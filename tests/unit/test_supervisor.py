@@ -82,6 +82,7 @@ class Ward:
     told: Told = field(default_factory=Told)
     trainers_free: asyncio.Event = field(default_factory=asyncio.Event)
     brings: int = VERSION
+    ended: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self):
         self.seated = list(self.engines)
@@ -95,6 +96,7 @@ class Ward:
         supervisor = EngineSupervisor(
             self.client,
             self.rules,
+            end=self.end,
             restart=self.restart,
             resync=self.resync,
             hooks=Hooks({"test/told": self.told}),
@@ -104,6 +106,9 @@ class Ward:
         )
         async with supervisor:
             yield self
+
+    async def end(self, index):
+        self.ended.append((now(), index))
 
     async def restart(self, index):
         await asyncio.sleep(START_S)
@@ -158,6 +163,7 @@ def test_an_engine_that_dies_loses_nothing():
             # At once, by the others, and together; in the order in which they came.
             assert now() == pytest.approx(1.5)
             assert ward.engines[1].asked == [["b", "e", "h"]]
+            assert ward.ended == [(0.5, 1)]
             assert sorted(name for e in (0, 2) for name in ward.engines[e].asked[1]) == ["b", "e", "h"]
             assert ward.answered() == Counter("abcdefghi")
             await asyncio.sleep(100)
@@ -370,8 +376,30 @@ def test_a_start_that_fails_is_tried_again():
             await require_scripted(ward.start("a"))
             assert now() == pytest.approx(3 * START_S + 1 + 2)
             assert ward.told.names == [("lost", 0), ("restarted", 0), ("recovered", 0)]
+            # At once each time: what was started in vain may hold memory.
+            assert ward.ended == [(0, 0), (START_S, 0), (2 * START_S + 1, 0)]
 
     run_fast(scene())
+
+
+def test_an_engine_that_cannot_be_ended_is_tried_again_and_then_ends_the_run():
+    class Clinging(Ward):
+        async def end(self, index):
+            await super().end(index)
+            if len(self.ended) < self.works_at:
+                raise OSError("the machine does not answer")
+
+    async def scene(works_at):
+        ward = Clinging([FaultyEngine()])
+        ward.works_at = works_at
+        async with ward.open():
+            ward.engines[0].die()
+            await require_scripted(ward.start("a"))
+            assert ward.ended == [(0, 0), (0, 0)]
+
+    run_fast(scene(2))
+    with pytest.raises(EngineError, match="engine 0 could not be ended: the machine does not answer"):
+        run_fast(scene(9))
 
 
 def test_a_start_that_does_not_end_is_given_up():
@@ -741,16 +769,25 @@ class MemoryEngine(FaultyEngine):
 class Site:
     """A launcher of one colocated run, and the run's session. Its engine 0 is lost."""
 
-    def __init__(self, client, session):
+    def __init__(self, client, session, *, starts_in_vain):
         self.engines = {index: client.engine(index) for index in client.indices}
         self.starting = False
         self.session = session
+        self.starts_in_vain = starts_in_vain
+
+    async def end_engine(self, index):
+        await asyncio.sleep(4)
+        self.engines[index].held.clear()
 
     async def restart_engine(self, index):
+        assert not self.engines[index].held
         self.starting = True
+        self.engines[index] = MemoryEngine()
         await asyncio.sleep(START_S)
         self.starting = False
-        self.engines[index] = MemoryEngine()
+        if self.starts_in_vain:
+            self.starts_in_vain -= 1
+            raise EngineError("it does not answer")
         return self.engines[index], EngineInfo(capabilities=frozenset(), pid=1)
 
     async def push(self, trainers, engines, version):
@@ -774,24 +811,24 @@ class Site:
         await session.residency.rollout()
 
 
+@pytest.mark.parametrize("starts_in_vain", [0, 1])
 @pytest.mark.parametrize("publishes", [False, True])
-def test_no_engine_holds_memory_while_the_trainer_trains(publishes):
-    """Whenever a step begins while an engine is replaced."""
+def test_no_engine_holds_memory_while_the_trainer_trains(publishes, starts_in_vain):
+    """Whenever a step begins while an engine that hangs is replaced, perhaps by one that does not come."""
 
     rollout = RolloutConfig(rollout_batch_size=1, rollout_max_response_len=1)
 
     async def scene(begins):
         client = EngineClient([MemoryEngine(), MemoryEngine()], concurrency=4)
         session = await a_colocated_session(client, offload_rollout=True)
-        session.transport = site = Site(client, session)
+        session.transport = site = Site(client, session, starts_in_vain=starts_in_vain)
         session.served_engines, session.faults, session.hooks, session.event = (), Counter(), Hooks({}), RUN
         session.run = SimpleNamespace(config=SimpleNamespace(rollout=rollout))
         session.state.rollout_id = 0
         session.resync = functools.partial(Session.resync, session)
         (supervisor,) = supervisors(session, site)
         async with supervisor:
-            site.engines[0].held.clear()
-            client.quarantine(0, EngineError("it died"))
+            client.quarantine(0, EngineError("it hangs"))
             await asyncio.sleep(begins)
             async with session.bringing_weights if publishes else contextlib.nullcontext():
                 await site.step()
@@ -801,7 +838,7 @@ def test_no_engine_holds_memory_while_the_trainer_trains(publishes):
             assert [engine.held for engine in site.engines.values()] == [set(Memory)] * 2
             assert not session.policy.awake
 
-    for tenths in range(0, 300, 4):
+    for tenths in range(0, 300 + 240 * starts_in_vain, 4 + 5 * starts_in_vain):
         run_fast(scene(tenths / 10))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 
@@ -249,3 +252,61 @@ def test_functions_of_lists_get_one_and_are_told_whether_it_is_an_evaluation(wri
 def test_generate_functions_that_cannot_be(write_module, name, error, told):
     with pytest.raises(error, match=told):
         generate(write_module("old_generators", GENERATORS), name)
+
+
+ASKING_OTHERS = """
+    from slime.utils.http_utils import get, post
+
+    async def judged(args, sample):
+        return await post(args.url, {"text": sample.response}, max_retries=1)
+
+    async def helped(args, sample, sampling_params):
+        return await post(args.url, {"text": sample.prompt}, max_retries=1)
+"""
+
+
+def answered():
+    return replace(group_of(("4",)), samples=(replace(group_of(("4",)).samples[0], status=Status.COMPLETED),))
+
+
+@pytest.fixture
+def silent_url():
+    """Of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/tool"
+
+
+def test_a_request_to_a_server_that_is_silent_has_an_end(write_module, silent_url):
+    folder = write_module("old_generators", ASKING_OTHERS)
+    options = {"args": {"url": silent_url}, "request_timeout": 0.2}
+    told = f"POST {silent_url}: no answer within 0.2 s, asked 1 times"
+    with pytest.raises(httpx.TimeoutException, match=rf"{told} \(reward.request_timeout\)"):
+        reward(folder, "old_generators.judged", **options).score(answered())
+    with pytest.raises(httpx.TimeoutException, match=rf"{told} \(generate.request_timeout\)"):
+        generate(folder, "helped", **options)
+
+
+def test_an_answer_that_drips_has_an_end(write_module):
+    gone = asyncio.Event()
+
+    async def drip(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(500):
+                writer.write(b"x-more: 1\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        gone.set()
+
+    async def scene():
+        async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            folder = write_module("old_rewards", ASKING_OTHERS)
+            old = reward(folder, "old_rewards.judged", args={"url": url}, request_timeout=0.2)
+            with pytest.raises(httpx.TimeoutException, match=r"no answer within 0.2 s"):
+                await asyncio.to_thread(old.score, answered())
+            await gone.wait()
+
+    asyncio.run(scene())

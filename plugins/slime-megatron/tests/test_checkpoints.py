@@ -194,6 +194,26 @@ def test_another_optimiser_is_told(folder, saved):
         one.backend.load(saved)
 
 
+@pytest.mark.parametrize(("there", "here", "said"), [(None, True, "false"), (True, None, "true")])
+@pytest.mark.parametrize(("role", "table"), [("actor", "backend"), ("critic", "roles.critic.backend")])
+def test_another_dtype_is_told_with_what_to_type(folder, tmp_path, there, here, said, role, table):
+    """As where a run moves between a CPU and GPUs, which choose another one by themselves. A role may have options of its
+    own."""
+
+    def one(bf16):
+        return opened(Megatron.build(Megatron.Config(bf16=bf16)), Place(model=folder), optimizer=ADAM, role=role)
+
+    with one(there) as saved:
+        saved.backend.save(tmp_path)
+    with (
+        one(here) as other,
+        pytest.raises(CheckpointError, match=rf"To go on as it began: .* --{table}\.bf16 {said}\."),
+    ):
+        other.backend.load(tmp_path)
+    with one(said == "true") as same:
+        same.backend.load(tmp_path)
+
+
 def test_a_later_format_is_told(folder, saved):
     manifest = saved / "megatron.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 9}))

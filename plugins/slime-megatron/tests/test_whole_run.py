@@ -94,6 +94,17 @@ def test_it_goes_on_in_another_layout(project, finished):
     assert config["backend"]["tensor_model_parallel_size"] == 1
 
 
+def test_a_run_that_moves_to_another_device_says_what_it_is_computed_in(project, finished):
+    """Here bfloat16 is asked for, which GPUs choose by themselves."""
+    folder = halfway(project, "tp2", "moved")
+    words = (*TYPED, "--name", "tp2", "--resume", "runs/moved")
+    told = project.refused(*words, "--backend.bf16", "true")
+    assert "--resume with the run's folder, and --backend.bf16 false." in " ".join(told.split())
+    project.run(*words, "--backend.bf16", "false")
+    assert (folder / f"checkpoints/step_{STEPS}/COMPLETE").exists()
+    assert curves(project, "moved") == curves(project, "tp2")
+
+
 def test_what_is_trained_may_not_change(project, finished):
     told = project.refused("--backend", "megatron", "--name", "tp2", "--lr", "1e-3", "--resume", "runs/tp2")
     assert "another run" in told

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
-from slime_sglang.engine import SglangEngine
+from slime_sglang.in_flight import RequestsInFlight
 
 CALL_S = 0.01
 
@@ -41,6 +41,9 @@ class Fleet:
     def __init__(self):
         self.servers = [Server()]
 
+    def at(self, place):
+        return self.servers[place]
+
     async def post(self, path, body):
         await asyncio.sleep(CALL_S)
         self.servers[0].abort(body)
@@ -49,34 +52,37 @@ class Fleet:
 
 
 @pytest.fixture
-async def engine():
-    options = {"pause_mode": "abort", "request_timeout": 10, "control_timeout": 10}
-    engine = SglangEngine(SimpleNamespace(prefill_servers=0, **options))
-    engine._fleet, engine._open = Fleet(), asyncio.Event()
-    engine._open.set()
-    engine._setup = SimpleNamespace(index=0, max_context_len=100, node_rank=0)
-    engine._weights, engine._check = SimpleNamespace(given=0), SimpleNamespace(problem=lambda *request: None)
-    engine._vocab_size = 10
-    return engine
+async def in_flight():
+    return RequestsInFlight(
+        Fleet(),
+        SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
+        SimpleNamespace(index=0, max_context_len=100),
+        check=SimpleNamespace(problem=lambda *request: None),
+        vocab_size=10,
+        image_tokens=None,
+        experts=None,
+        version=lambda: 0,
+    )
 
 
-def start(engine, name):
+def start(in_flight, name):
     request = GenerateRequest(
         request_id=name, token_ids=np.array([1], np.int32), sampling=SamplingParams(max_new_tokens=5), seed=1
     )
-    return asyncio.create_task(engine.generate([request]))
+    (task,) = in_flight.enter([request])
+    return task
 
 
-async def test_what_is_sent_while_all_is_aborted_goes_on(engine):
+async def test_what_is_sent_while_all_is_aborted_goes_on(in_flight):
     """The only request is ended by aborting all, which reaches the server after the next request."""
-    server = engine._fleet.servers[0]
-    wanted = start(engine, "wanted")
+    server = in_flight._fleet.servers[0]
+    wanted = start(in_flight, "wanted")
     await asyncio.sleep(0)
-    abort = asyncio.create_task(engine.abort(["wanted"]))
+    abort = asyncio.create_task(in_flight.abort(["wanted"]))
     await asyncio.sleep(CALL_S / 2)
-    other = start(engine, "other")
+    other = start(in_flight, "other")
     await abort
-    assert (await wanted)[0].finish_reason is FinishReason.ABORT
+    assert (await wanted).finish_reason is FinishReason.ABORT
     await asyncio.sleep(CALL_S)
     assert server.sent == ["wanted", "other", "other"]
     # What was sent after it is ended by somebody else's abort; what was sent before it returned, once more not.
@@ -84,5 +90,5 @@ async def test_what_is_sent_while_all_is_aborted_goes_on(engine):
         assert not other.done()
         server.abort({"abort_all": True})
         await asyncio.sleep(CALL_S)
-    assert (await asyncio.wait_for(other, 1))[0].finish_reason is FinishReason.ABORT
+    assert (await asyncio.wait_for(other, 1)).finish_reason is FinishReason.ABORT
     assert len(server.sent) == 4

@@ -12,6 +12,7 @@ from through_middlewares import require_middlewares
 
 from slime_core.contracts.engine import Capability
 from slime_core.errors import EngineError
+from slime_core.launch.local import STOP_S
 from slime_core.testing.tiny_model import buckets_of, load_plain, log_probs_of, moved, named_weights, prompts
 from slime_core.testing.tiny_serving import ask, long, tokens_of
 from slime_core.types.completion import FinishReason
@@ -91,6 +92,13 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
             await waiting
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             await until_unwell(engine)
+        # The other one hangs: a lost engine is ended by this call, and its memory is wanted by then.
+        hung = engine._fleet._processes[1].pid
+        os.killpg(hung, signal.SIGSTOP)
+        async with asyncio.timeout(STOP_S):
+            await engine.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
     finally:
         await engine.stop()
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import tomlkit
 
 from slime_compat.launch_line import LaunchLine, from_script, from_words
+from slime_compat.rules.order import apply
 from slime_compat.translation import Note, Translation
 from slime_core.config.run import RunConfig
 from slime_core.errors import ConfigError, SlimeError
@@ -50,7 +51,7 @@ def translate(words: list[str]) -> int:
     backend = typed.backend or "".join(value_of(line.words, "--train-backend")[-1:]) or seed or "megatron"
     translation = Translation(line, Registry.from_environment(), backend, typed.engine)
     translation.done |= {"train-backend", "backend"}
-    translation.run()
+    apply(translation)
     source = typed.script[0] if typed.script else shlex.join(["python3", line.entry, "..."])
     print(run_file(translation.tables, source), end="")
     report(translation.notes)

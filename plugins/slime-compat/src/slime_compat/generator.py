@@ -16,7 +16,7 @@ from slime_compat.old_function import parameters, resolve, takes, takes_keyword,
 from slime_compat.old_sample import Sample as Old
 from slime_compat.old_sample import old_prompt, old_sample
 from slime_compat.plugin import CompatGeneratorConfig
-from slime_compat.requests import ROUTER_HOST, ROUTER_PORT, Asking, asking, sampling_params_of
+from slime_compat.requests import ROUTER_HOST, ROUTER_PORT, Asking, asking, limited, sampling_params_of
 from slime_compat.written_tokens import WrittenTokens
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.errors import PluginError, RolloutError
@@ -47,7 +47,8 @@ class OldGenerator(Generator):
         written = WrittenTokens(episode.kept)
         token = asking.set(Asking(episode, written))
         try:
-            returned = await self._call(episode, index)
+            with limited(self._config.request_timeout, "generate.request_timeout"):
+                returned = await self._call(episode, index)
         finally:
             asking.reset(token)
         listed = returned if isinstance(returned, list | tuple) else [returned]

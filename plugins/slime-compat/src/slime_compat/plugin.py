@@ -23,6 +23,8 @@ class OldFunctionConfig(DriverConfig):
     """Folders in which its module is looked for, after the interpreter's own."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What the function finds in its argument `args`, by the names that it reads there."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one request that the function sends by `post` or `get` to anything but the run's engines."""
 
 
 class CompatRewardConfig(OldFunctionConfig):

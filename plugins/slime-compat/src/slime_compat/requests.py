@@ -7,7 +7,10 @@ engine if one is lost, and the version of each token. Other URLs are asked over 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
@@ -120,6 +123,30 @@ asking: ContextVar[Asking] = ContextVar("slime_compat_asking")
 """Whose requests these are: tasks that a function starts inherit it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestLimit:
+    """Of one request over HTTP, from its sending to the end of the answer."""
+
+    seconds: float
+    option: str
+    """Where the run file says it."""
+
+
+request_limit: ContextVar[RequestLimit] = ContextVar("slime_compat_request_limit")
+OUTSIDE: Final = RequestLimit(600.0, "request_timeout")
+"""Of requests from threads that a function started itself, where nobody knows whose they are."""
+
+
+@contextmanager
+def limited(seconds: float, option: str) -> Iterator[None]:
+    """Requests of what is called inside, and of tasks that it starts."""
+    token = request_limit.set(RequestLimit(seconds, option))
+    try:
+        yield
+    finally:
+        request_limit.reset(token)
+
+
 def current(what: str) -> Asking:
     found = asking.get(None)
     if found is None:
@@ -144,13 +171,22 @@ async def get(url: str) -> Any:
 
 
 async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any:
-    """Asks again after errors of the network and of the server, up to `attempts` times."""
-    async with httpx.AsyncClient(timeout=None) as client:
+    """Asks again after errors of the network and of the server, and where there was no answer in time, up to `attempts`
+    times."""
+    limit = request_limit.get(OUTSIDE)
+    async with httpx.AsyncClient(timeout=limit.seconds) as client:
         for attempt in range(1, attempts + 1):
             try:
-                answer = await client.request(method, url, **options)
+                # httpx counts from byte to byte: a server that drips would hold the request for ever.
+                async with asyncio.timeout(limit.seconds):
+                    answer = await client.request(method, url, **options)
                 answer.raise_for_status()
                 return answer.json()
+            except (TimeoutError, httpx.TimeoutException) as error:
+                if attempt == attempts:
+                    raise httpx.ReadTimeout(
+                        f"{method} {url}: no answer within {limit.seconds:g} s, asked {attempts} times ({limit.option})"
+                    ) from error
             except httpx.HTTPError as error:
                 refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
                 if attempt == attempts or refused:

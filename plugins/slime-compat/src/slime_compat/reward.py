@@ -13,6 +13,7 @@ from slime_compat.old_args import OldArgs
 from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
 from slime_compat.old_sample import Sample, old_sample
 from slime_compat.plugin import CompatRewardConfig
+from slime_compat.requests import limited
 from slime_core.contracts.reward import Reward, RewardValue
 from slime_core.errors import RewardError
 from slime_core.types.sample import SampleGroup
@@ -26,6 +27,7 @@ class OldReward(Reward):
         """PluginError if the function is not there, or takes something else."""
         self._path = config.path
         self._group = config.group
+        self._request_timeout = config.request_timeout
         self._args = OldArgs(config.args, "reward.args")
         self._function = resolve(config.path, config.python_path, where="reward.path")
         self._by_text = not config.group and parameters(self._function)[:2] == ["prompt", "response"]
@@ -39,7 +41,9 @@ class OldReward(Reward):
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
         samples = [old_sample(sample) for sample in group.samples]
-        return [self._value(value) for value in self._loop.run_until_complete(self._values(samples))]
+        with limited(self._request_timeout, "reward.request_timeout"):
+            values = self._loop.run_until_complete(self._values(samples))
+        return [self._value(value) for value in values]
 
     async def _values(self, samples: list[Sample]) -> Sequence[Any]:
         if not self._group:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,154 +18,45 @@ import numpy as np
 from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
+from slime_core.batch.zigzag import ZigzagSegments
 from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
 from slime_core.contracts.loss import Segments
-from slime_core.errors import ConfigError, ModelError, unknown_name
+from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
 from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
-from slime_megatron.attention import padded_positions, plan_attention, whole_sequences, with_padding, zigzag_part
-from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.clipping import clip, is_finite_step
-from slime_megatron.copies import Values, copied, replaced
-from slime_megatron.cpu import use_cpu
-from slime_megatron.delta_net import plan_delta
-from slime_megatron.folder import ModelFolder, open_folder
-from slime_megatron.model import Placement, Work, build_chunks, check_copy_shapes, make_config, wrap
-from slime_megatron.optimizer import make_optimizer, make_schedule, set_step
-from slime_megatron.options import RECORDS, megatron_folder
-from slime_megatron.plugin import Megatron, MegatronOptions, megatron_options
-from slime_megatron.prediction import ahead_of, bring_embedding, drop_embedding
-from slime_megatron.process import Ranks, join
-from slime_megatron.refusals import told_by_megatron
-from slime_megatron.routing import Routing
-from slime_megatron.transformer_engine import mend_absence
-from slime_megatron.weights import WeightTable, local_tensors, write_folder
-
-
-@dataclass(kw_only=True)
-class _Trainer:
-    """What `setup` makes."""
-
-    setup: TrainerSetup
-    layout: Layout
-    ranks: Ranks
-    placement: Placement
-    folder: ModelFolder
-    architecture: Architecture
-    config: TransformerConfig
-    bare: list[Any]
-    """The model's pieces without wrapping."""
-    chunks: list[Any]
-    table: WeightTable
-    tensors: dict[str, Tensor]
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
-    routing: Routing | None
-    num_ahead: int
-    """Layers of multi-token prediction."""
-    copies: dict[str, Values] = field(default_factory=dict)
-    refreshed: set[str] = field(default_factory=set)
-    steps_done: int = 0
-    saving_group: dist.ProcessGroup | None = None
-    """Of the thread that writes what was staged."""
+from slime_megatron.copies import copied, replaced
+from slime_megatron.optimizer import set_step
+from slime_megatron.plugin import MegatronOptions
+from slime_megatron.prediction import bring_embedding, drop_embedding
+from slime_megatron.trainer import Trainer, make_trainer
+from slime_megatron.weights import write_folder
+from slime_megatron.work import Work, prepared
 
 
 class MegatronBackend(TrainBackend):
     def __init__(self, config: MegatronOptions) -> None:
         self._config = config
-        self._trainer: _Trainer | None = None
+        self._trainer: Trainer | None = None
 
     @property
-    def _ready(self) -> _Trainer:
+    def _ready(self) -> Trainer:
         if self._trainer is None:
             raise RuntimeError("call setup first")
         return self._trainer
 
     def setup(self, setup: TrainerSetup) -> Layout:
-        options, shape = self._config, self._config.shape
-        # Every rank looks at the folders before any of them waits for another.
-        folder = open_folder(setup.model_path, trust_remote_code=setup.trust_remote_code)
-        architecture = folder.bridge.architecture()
-        copies = {
-            name: open_folder(path, trust_remote_code=setup.trust_remote_code) for name, path in setup.copies.items()
-        }
-        for name, copy in copies.items():
-            if setup.head != "lm":
-                raise ModelError(f'weights "{name}": a critic has no frozen copies.')
-            check_copy_shapes(name, architecture, copy.bridge.architecture())
-        placement = placement_of(options, setup)
-        ranks = join(setup, shape)
-        layout = Megatron.layout(options, setup.rank, setup.world_size)
-        torch.manual_seed(setup.seed + layout.dp_rank)
-        if setup.device == "cuda":
-            model_parallel_cuda_manual_seed(setup.seed)
-        distributed = options.use_distributed_optimizer
-        if distributed is None:
-            distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam"
-        if distributed and setup.optimizer.optimizer != "adam":
-            raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")
-        given = {name: value for of in RECORDS for name, value in megatron_options(options, of).items()}
-        refused = partial(told_by_megatron, given, megatron_folder())
-        with refused():
-            config = make_config(architecture, options, shape, placement)
-            bare = build_chunks(config, architecture, options, shape, placement, head=setup.head)
-        table = WeightTable(bare, folder.bridge, architecture.vocab_size)
-        values: dict[str, Values] = {}
-        for name, copy in copies.items():
-            table.load(copy)
-            values[name] = copied(local_tensors(bare))
-        if setup.head == "value":
-            fresh_value_head(bare[-1], setup.seed)
-        table.load(folder, fresh=("score.weight", "score.bias") if setup.head == "value" else ())
-        with refused():
-            chunks = wrap(bare, config, options, placement, distributed_optimizer=distributed)
-            optimizer = make_optimizer(chunks, setup.optimizer, options, placement, distributed=distributed)
-        self._trainer = _Trainer(
-            setup=setup,
-            layout=layout,
-            ranks=ranks,
-            placement=placement,
-            folder=folder,
-            architecture=architecture,
-            config=config,
-            bare=bare,
-            chunks=chunks,
-            table=WeightTable(bare, folder.bridge, architecture.vocab_size),
-            tensors=local_tensors(bare),
-            optimizer=optimizer,
-            schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
-            num_ahead=options.mtp_num_layers if setup.head == "lm" else 0,
-            routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
-            copies=values,
-        )
-        self._connect()
-        return layout
-
-    def _connect(self) -> None:
-        """What Megatron's schedules call."""
-        trainer = self._ready
-        config = trainer.config
-        config.finalize_model_grads_func = finalize_model_grads
-        if trainer.placement.dtype == torch.float16:
-            config.grad_scale_func = trainer.optimizer.scale_loss
-        if trainer.chunks[0].ddp_config.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in trainer.chunks]
-            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self._trainer = make_trainer(self._config, setup)
+        return self._trainer.layout
 
     def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
         trainer = self._ready
@@ -182,7 +72,8 @@ class MegatronBackend(TrainBackend):
         if routing is not None:
             routing.begin_scores()
         works = [
-            self._prepare(micro, entropy, None if routing is None or routing.records else routing) for micro in micros
+            prepared(trainer, micro, entropy, None if routing is None or routing.records else routing)
+            for micro in micros
         ]
 
         def keep(work: Work, output: Tensor, non_loss_data: bool = True) -> tuple[Work, Tensor]:
@@ -237,7 +128,7 @@ class MegatronBackend(TrainBackend):
         entropy: EntropyMode = "none"
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
-        works = [self._prepare(micro, entropy, trainer.routing, ahead=True) for micro in micros]
+        works = [prepared(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
         # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
         # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
         tokens = self._over_ranks([work.num_tokens for work in works])
@@ -305,53 +196,6 @@ class MegatronBackend(TrainBackend):
         ]
         return torch.tensor(counts, device=device).clamp(min=1.0)
 
-    def _prepare(
-        self, micro: MicroBatch, entropy: EntropyMode, replayed: Routing | None, *, ahead: bool = False
-    ) -> Work:
-        """This rank's part, on the device, with the plan that is made from its offsets on the host. `ahead`: layers of
-        multi-token prediction are trained, if there are any."""
-        trainer, layout = self._ready, self._ready.layout
-        device = trainer.placement.device
-        whole = micro
-        if layout.cp_size > 1:
-            micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
-            segments = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
-        else:
-            segments = whole_sequences(micro.cu_seqlens)
-        held = micro.num_tokens
-        padding = -held % trainer.ranks.shape.tp if trainer.ranks.shape.sequence_parallel else 0
-        chosen = trainer.config.dsa_indexer_topk
-        # The variable-length kernel knows no choice of keys.
-        dense = chosen is None or int(segments.key_lengths.max()) <= chosen
-        plan = plan_attention(
-            with_padding(segments, padding, held),
-            nn.functional.pad(micro.position_ids, (0, padding)),
-            device=device,
-            varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32 and dense,
-            group=trainer.ranks.cp_group,
-        )
-        delta = None
-        if trainer.config.linear_attention_freq is not None:
-            delta = plan_delta(micro.cu_seqlens, padding, device=device, group=trainer.ranks.cp_group)
-        tokens = nn.functional.pad(micro.tokens, (0, padding))[None].to(device)
-        stands_for_none = torch.zeros(held, dtype=torch.bool)
-        if layout.cp_size > 1:
-            stands_for_none = padded_positions(whole.cu_seqlens, micro.cu_seqlens, layout.cp_rank, layout.cp_size)
-        stands_for_none = nn.functional.pad(stands_for_none, (0, padding), value=True)[None]
-        return Work(
-            micro=replace(micro, routed_experts=None).to(device),
-            tokens=tokens,
-            plan=plan,
-            delta=delta,
-            padding=stands_for_none.to(device),
-            entropy=entropy,
-            ahead=tuple(
-                ahead_of(whole, depth, layout.cp_rank, layout.cp_size, padding).to(device)
-                for depth in range(1, 1 + (trainer.num_ahead if ahead else 0))
-            ),
-            experts=() if replayed is None else replayed.ids_of(micro),
-        )
-
     def _segments(self, micro: MicroBatch) -> Segments:
         group = self._ready.ranks.cp_group
         if group is None:
@@ -397,7 +241,9 @@ class MegatronBackend(TrainBackend):
 
     def load(self, folder: Path) -> None:
         trainer = self._ready
-        manifest = checkpoint.read_manifest(folder, self._shapes())
+        role = trainer.setup.role
+        table = "backend" if role == ACTOR else f"roles.{role}.backend"
+        manifest = checkpoint.read_manifest(folder, self._shapes(), table)
         for name in manifest.copies:
             self._check_copy(name)
         trainer.copies |= checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.tensors)
@@ -438,30 +284,6 @@ class MegatronBackend(TrainBackend):
         if self._trainer is not None:
             self._trainer.ranks.leave()
             self._trainer = None
-
-
-def placement_of(options: MegatronOptions, setup: TrainerSetup) -> Placement:
-    device = torch.device("cpu")
-    if setup.device == "cuda":
-        device = torch.device("cuda", setup.local_rank)
-        torch.cuda.set_device(device)
-    else:
-        use_cpu()
-    mend_absence()
-    half = setup.device == "cuda" if options.bf16 is None else options.bf16
-    dtype = torch.float16 if options.fp16 else torch.bfloat16 if half else torch.float32
-    return Placement(device=device, dtype=dtype)
-
-
-@torch.no_grad()
-def fresh_value_head(chunk: Any, seed: int) -> None:
-    """N(0, 1/(hidden + 1)), bias 0, as Stiennon et al. 2020 (arXiv 2009.01325, appendix B.1)."""
-    if chunk.value_head is None:
-        return
-    weight = chunk.value_head.weight
-    fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-    weight.copy_(fresh * (weight.shape[1] + 1) ** -0.5)
-    chunk.value_head.bias.zero_()
 
 
 def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:

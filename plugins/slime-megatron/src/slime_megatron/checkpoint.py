@@ -48,6 +48,10 @@ from slime_megatron.optimizer import parts_of
 MANIFEST = "megatron.json"
 STATE = "state"
 GRAD_SCALER = "grad_scaler"
+DTYPE = "dtype"
+"""Among the shapes: what is computed in."""
+BF16 = {"torch.float32": "false", "torch.bfloat16": "true"}
+"""What the option bf16 says for it. Where it says nothing, the device chooses."""
 MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Before the keys of float32 weights: of the distributed optimiser, and of the plain one in half precision."""
 FORMAT = 1
@@ -251,8 +255,9 @@ def save_state(folder: Path, state: dict[str, Any], strategy: PlainSave) -> None
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
-def read_manifest(folder: Path, shapes: Mapping[str, Any]) -> Manifest:
-    """Raises CheckpointError, naming the file, unless all that `write` left is there, whole, and of this model."""
+def read_manifest(folder: Path, shapes: Mapping[str, Any], table: str) -> Manifest:
+    """Raises CheckpointError, naming the file, unless all that `write` left is there, whole, and of this model. `table`: the
+    options' in the run file."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete or not one of backend megatron.")
@@ -266,6 +271,13 @@ def read_manifest(folder: Path, shapes: Mapping[str, Any]) -> Manifest:
     if different := sorted(
         key for key in here.keys() | manifest.shapes.keys() if here.get(key) != manifest.shapes.get(key)
     ):
+        there = manifest.shapes.get(DTYPE)
+        if different == [DTYPE] and {there, here[DTYPE]} == BF16.keys():
+            raise CheckpointError(
+                f"{path}: this run was computed in {there}, and is computed in {here[DTYPE]} here. Where {table}.bf16 says "
+                "nothing, GPUs compute in bfloat16 and a CPU in float32. To go on as it began: --resume with the run's folder, "
+                f"and --{table}.bf16 {BF16[there]}."
+            )
         told = "; ".join(f"{key} is {manifest.shapes.get(key)} there and {here.get(key)} here" for key in different)
         raise CheckpointError(f"{path}: another architecture or optimiser: {told}.")
     check_sizes(folder, manifest.sizes)

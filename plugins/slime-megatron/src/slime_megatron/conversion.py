@@ -42,10 +42,11 @@ from slime_core.errors import CheckpointError, ModelError
 from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
+from slime_megatron.chunks import Placement, build_chunks, make_config
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, listed, open_folder
 from slime_megatron.layout import Shape
-from slime_megatron.model import PackedGpt, Placement, build_chunks, make_config
+from slime_megatron.model import PackedGpt
 from slime_megatron.plugin import Megatron
 from slime_megatron.transformer_engine import mend_absence
 

@@ -47,7 +47,8 @@ class MegatronOptions(DriverConfig):
     use_distributed_optimizer: bool | None = None
     """Spread the optimiser's state over the data-parallel ranks. By default on for GPUs, off on the CPU. Adam only."""
     bf16: bool | None = None
-    """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off."""
+    """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off. A run that
+    goes on elsewhere goes on in what it began in: say it there."""
     fp16: bool = False
     """Compute in float16 with a loss scale."""
     exp_avg_dtype: StoredDtype = "fp32"
@@ -146,6 +147,8 @@ class Megatron(BackendDriver):
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
+            # Bound to the checkpoint (`read_manifest`): a run that moves to another device says what that one had.
+            "bf16",
             *(field.name for field in fields(Stages)),
         }
     )

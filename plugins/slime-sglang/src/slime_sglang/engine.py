@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError, EngineRefused
-from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
 from slime_sglang.buckets import BucketOrder
 from slime_sglang.connection import Connection, ConnectionLost
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.fleet import Fleet
-from slime_sglang.generation import RequestIds, Running
+from slime_sglang.generation import RequestIds
 from slime_sglang.held_weights import HeldWeights
 from slime_sglang.image_data import ImageTokens
+from slime_sglang.in_flight import RequestsInFlight
 from slime_sglang.plugin import problem_of_experts
 from slime_sglang.request_check import RequestCheck, vocab_size_of
 from slime_sglang.scoring import score_body, scored
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
-
-ABORT_AGAIN_S: Final = 0.02
-"""An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
-time."""
-LONGEST_S: Final = 1.0
-ROUNDS: Final = 2
-"""Of aborts by id. SGLang passes on one abort for each id, and if that one came before its request, it is lost; after so
-many, all is aborted, and what was not meant is sent again."""
-PAUSE_POLL_S: Final = 0.005
 
 
 class SglangEngine(RolloutEngine):
@@ -55,19 +45,13 @@ class SglangEngine(RolloutEngine):
         self._setup: EngineSetup | None = None
         self._fleet = Fleet(config)
         self._features = Features()
-        self._vocab_size = 0
-        self._image_tokens: ImageTokens | None = None
-        self._experts: ExpertSizes | None = None
+        self._requests: RequestsInFlight | None = None
+        """None: it answers others, or is a machine beside the first one."""
         self._rids = RequestIds()
-        self._running: dict[str, Running] = {}
-        self._load: Counter[int] = Counter()
-        self._tasks: set[asyncio.Task[Completion]] = set()
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
         self._pauses = 0
-        self._sweeps = 0
-        self._sweeps_ended = 0
         self._absent: set[Memory] = set()
         """What was given back."""
 
@@ -77,10 +61,8 @@ class SglangEngine(RolloutEngine):
         """Starts the servers, or finds the external ones. EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
-        self._experts = expert_sizes(self._config, setup) if setup.routed_experts else None
+        experts = expert_sizes(self._config, setup) if setup.routed_experts else None
         self._setup = setup
-        self._open = asyncio.Event()
-        self._open.set()
         try:
             await self._fleet.start(setup)
             if setup.node_rank:
@@ -91,8 +73,8 @@ class SglangEngine(RolloutEngine):
                 await self._fleet.start_router(setup)
                 self._fleet.watch(self._fail)
                 return self._info(frozenset({Capability.HTTP}))
-            self._vocab_size = vocab_size_of(setup)
-            self._image_tokens = ImageTokens.of(setup.model_path)
+            vocab_size = vocab_size_of(setup)
+            image_tokens = ImageTokens.of(setup.model_path)
             # A server that is one half of a pair answers no request alone.
             pairs = bool(self._config.prefill_servers)
             found = [await Features.of(server, setup, alone=not pairs) for server in self._fleet.servers]
@@ -102,7 +84,7 @@ class SglangEngine(RolloutEngine):
                     f'{self._name}: engine.pause_mode = "{self._config.pause_mode}" needs a server that reports versions by '
                     f"token span; SGLang {self._features.sglang_version} does not. Use abort."
                 )
-            self._weights = HeldWeights(
+            weights = self._weights = HeldWeights(
                 self._fleet,
                 BucketOrder(setup.model_path, self._name),
                 name=self._name,
@@ -111,11 +93,21 @@ class SglangEngine(RolloutEngine):
                 shared=not self._config.external_engine_addrs,
                 drops_prefixes=self._config.pause_mode == "abort",
             )
-            self._check = RequestCheck(
-                vocab_size=self._vocab_size,
+            check = RequestCheck(
+                vocab_size=vocab_size,
                 features=self._features,
-                image_tokens=self._image_tokens,
-                tells_experts=self._experts is not None,
+                image_tokens=image_tokens,
+                tells_experts=experts is not None,
+            )
+            self._requests = RequestsInFlight(
+                self._fleet,
+                self._config,
+                setup,
+                check=check,
+                vocab_size=vocab_size,
+                image_tokens=image_tokens,
+                experts=experts,
+                version=lambda: weights.given,
             )
             await self._fleet.start_router(setup)
         except BaseException:
@@ -132,8 +124,8 @@ class SglangEngine(RolloutEngine):
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure
-        for task in self._tasks:
-            task.cancel()
+        if self._requests is not None:
+            self._requests.fail(failure)
 
     async def stop(self) -> None:
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
@@ -177,15 +169,17 @@ class SglangEngine(RolloutEngine):
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Raises EngineRefused for a request that cannot be served, before any of the call runs."""
-        tasks = self._enter(requests)
+        in_flight = self._takes()
+        tasks = in_flight.enter(requests)
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            await self._leave(tasks)
+            await in_flight.leave(tasks)
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
         """As `generate`, each answer when it ends."""
-        tasks = self._enter(requests)
+        in_flight = self._takes()
+        tasks = in_flight.enter(requests)
         ended: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
         for task in tasks:
             task.add_done_callback(ended.put_nowait)
@@ -193,94 +187,24 @@ class SglangEngine(RolloutEngine):
             for _ in tasks:
                 yield (await ended.get()).result()
         finally:
-            await self._leave(tasks)
+            await in_flight.leave(tasks)
 
-    def _enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
-        setup = self._ready()
+    def _takes(self) -> RequestsInFlight:
+        """For one that generates, and is awake."""
+        in_flight = self._asked()
         if self._absent:
             raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
-        if problem := self._check.problem(requests, self._running):
-            raise EngineRefused(f"{self._name}: {problem}")
-        runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
-        self._running |= {run.request.request_id: run for run in runs}
-        tasks = [asyncio.create_task(self._serve(run, setup)) for run in runs]
-        self._tasks.update(tasks)
-        return tasks
+        return in_flight
 
-    async def _leave(self, tasks: Sequence[asyncio.Task[Completion]]) -> None:
-        """Whose caller goes away is ended; closing its connection makes the server abort it."""
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.difference_update(tasks)
+    def _asked(self) -> RequestsInFlight:
+        self._ready()
+        if self._requests is None:
+            raise EngineRefused(f"{self._name} is asked by rewards alone, or is a machine beside the first one.")
+        return self._requests
 
-    async def _serve(self, run: Running, setup: EngineSetup) -> Completion:
-        """The whole answer, over as many parts as publishes break it into."""
-        try:
-            while True:
-                room = setup.max_context_len - len(run.request.token_ids) - len(run.token_ids)
-                if min(room, run.request.sampling.max_new_tokens - len(run.token_ids)) <= 0:
-                    return run.completion(FinishReason.LENGTH, setup.index)
-                while not self._open.is_set() and not run.aborted:
-                    await self._open_or_aborted(run)
-                if run.aborted:
-                    return run.completion(FinishReason.ABORT, setup.index)
-                reason = await self._ask(run, room)
-                if reason is not FinishReason.ABORT and not self._open.is_set() and not run.aborted:
-                    # It ended just before a pause; between pause and resume nothing is answered.
-                    await self._open_or_aborted(run)
-                # Broken off by a pause or a sweep, it goes on; ended by someone else's abort, it does not.
-                swept = run.sweep != self._sweeps
-                if reason is not FinishReason.ABORT or run.aborted or (self._open.is_set() and not swept):
-                    return run.completion(reason, setup.index)
-                run.break_off()
-        except asyncio.CancelledError:
-            if self._failure is not None:
-                raise self._failure from None
-            raise
-        finally:
-            run.ended.set()
-            self._running.pop(run.request.request_id, None)
-
-    async def _open_or_aborted(self, run: Running) -> None:
-        waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(run.ended.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    async def _ask(self, run: Running, room: int) -> FinishReason:
-        """One part of the answer. A connection that was closed on the way is replaced once, where it is asked again."""
-        try:
-            return await self._ask_once(run, room)
-        except ConnectionLost:
-            self._ready()
-            return await self._ask_once(run, room)
-
-    async def _ask_once(self, run: Running, room: int) -> FinishReason:
-        session = run.request.session_id
-        place = self._place(session)
-        server = self._at(place)
-        # In abort mode no weights change while a request runs.
-        expected = self._weights.given if self._config.pause_mode == "abort" else None
-        headers = None if session is None else {"X-SMG-Routing-Key": session}
-        run.rid = self._rids.next_for(run.request.request_id)
-        run.sweep = self._sweeps_ended
-        self._load[place] += 1
-        try:
-            reply = await server.post(
-                "/generate", run.body(room), timeout_s=self._config.request_timeout, headers=headers
-            )
-        finally:
-            self._load[place] -= 1
-        return run.take(
-            reply,
-            expected_version=expected,
-            vocab_size=self._vocab_size,
-            server=server.name,
-            experts=self._experts,
-        )
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
+        await self._asked().abort(request_ids)
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
@@ -299,10 +223,10 @@ class SglangEngine(RolloutEngine):
         if not count:
             return np.empty(0, np.float32)
         try:
-            return await self._score_once(self._at(place), tokens, count)
+            return await self._score_once(self._fleet.at(place), tokens, count)
         except ConnectionLost:
             self._ready()
-            return await self._score_once(self._at(place), tokens, count)
+            return await self._score_once(self._fleet.at(place), tokens, count)
 
     async def _score_once(
         self, server: Connection, tokens: npt.NDArray[np.int32], count: int
@@ -311,97 +235,30 @@ class SglangEngine(RolloutEngine):
         reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
         return scored(reply, tokens, count, server.name)
 
-    def _at(self, place: int) -> Connection:
-        return self._fleet.servers[place] if self._fleet.router is None else self._fleet.entrance
-
-    def _place(self, session: str | None) -> int:
-        """The server with the least requests; a session stays where it was. A router chooses by itself."""
-        if self._fleet.router is not None:
-            return 0
-        if session is not None:
-            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._fleet.servers)
-        return min(range(len(self._fleet.servers)), key=lambda place: self._load[place])
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
-        self._ready()
-        names = list(self._running) if request_ids is None else [name for name in request_ids if name in self._running]
-        for name in names:
-            self._running[name].aborted = True
-        await self._end({name: self._running[name] for name in names})
-
-    async def _end(self, runs: dict[str, Running]) -> None:
-        """Says it to the servers until each of these requests has its answer."""
-        for run in runs.values():
-            if run.aborted and not self._open.is_set():
-                run.ended.set()
-        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
-        patience = ABORT_AGAIN_S
-        rounds = 0
-        while left := [run for name, run in runs.items() if self._running.get(name) is run]:
-            self._ready()
-            if asyncio.get_running_loop().time() > deadline:
-                raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
-            calls: list[Mapping[str, Any]] = [{"rid": run.rid} for run in left if run.rid]
-            rounds += 1
-            if len(left) == len(self._running) or rounds > ROUNDS:
-                await self._sweep()
-            else:
-                await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
-            waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
-            await asyncio.wait(waits, timeout=patience)
-            patience = min(2 * patience, LONGEST_S)
-            for wait in waits:
-                wait.cancel()
-            await asyncio.sleep(0)
-
-    async def _sweep(self) -> None:
-        """Aborts all. What was not meant goes on as after a pause, also if it was sent while this was on its way."""
-        self._sweeps += 1
-        try:
-            await self._fleet.post("/abort_request", {"abort_all": True})
-        finally:
-            self._sweeps_ended += 1
-
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
         """See `engine.pause_mode`. Pausing twice does nothing."""
-        self._ready()
+        in_flight = self._asked()
         if self._paused:
             return
         self._paused = True
         self._pauses += 1
-        self._open.clear()
+        in_flight.hold()
         if self._config.pause_mode == "abort":
-            await self._break_off_all()
+            await in_flight.break_off()
         await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
-
-    async def _break_off_all(self) -> None:
-        """Ends all parts that are on servers; their requests stay."""
-        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
-        while any(self._load.values()):
-            self._ready()
-            if asyncio.get_running_loop().time() > deadline:
-                raise EngineError(
-                    f"{self._name}: {sum(self._load.values())} requests have not ended for a pause in time."
-                )
-            await self._fleet.post("/abort_request", {"abort_all": True})
-            for _ in range(20):
-                if not any(self._load.values()):
-                    break
-                await asyncio.sleep(PAUSE_POLL_S)
 
     async def resume(self) -> None:
         """Raises EngineError if a version is partly loaded."""
-        self._ready()
+        in_flight = self._asked()
         if self._weights.incomplete:
             raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
         if not self._paused:
             return
         await self._fleet.post("/continue_generation", {})
         self._paused = False
-        self._open.set()
+        in_flight.go_on()
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `BucketOrder.check`; also EngineError while not paused, since SGLang would wait for running requests."""
@@ -426,11 +283,12 @@ class SglangEngine(RolloutEngine):
         """Frees what SGLang's memory saver holds of these; the weights are kept on the host. Requests that a pause holds
         wait here, so the servers are idle."""
         self._ready()
+        running = 0 if self._requests is None else len(self._requests)
         gone = [tag for tag in (Memory if tags is None else tags) if tag not in self._absent]
         if not gone:
             return
-        if self._running and not (self._paused and self._config.pause_mode == "abort"):
-            raise EngineRefused(f"{self._name}: sleep while {len(self._running)} requests run; abort them first.")
+        if running and not (self._paused and self._config.pause_mode == "abort"):
+            raise EngineRefused(f"{self._name}: sleep while {running} requests run; abort them first.")
         if Memory.KV_CACHE in gone:
             await self._fleet.flush()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})

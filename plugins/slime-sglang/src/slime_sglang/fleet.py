@@ -90,6 +90,10 @@ class Fleet:
     def entrance(self) -> Connection:
         return self.servers[0] if self.router is None else self.router.connection
 
+    def at(self, place: int) -> Connection:
+        """Who is asked for what this server is to answer: it, or the router, which chooses by itself."""
+        return self.servers[place] if self.router is None else self.entrance
+
     @property
     def pid(self) -> int | None:
         """Of the first server, if it is the run's own."""

@@ -1,0 +1,1 @@
+"""Flags to tables of a run file: a rule for each part of it."""

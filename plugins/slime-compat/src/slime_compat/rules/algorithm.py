@@ -1,0 +1,103 @@
+"""`algo` and the optimiser in `train`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from slime_compat.translation import Translation
+from slime_core.errors import near_matches
+
+ALGORITHMS: Final = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+GROUP_RELATIVE: Final = frozenset({"grpo", "gspo", "cispo"})
+"""No KL in the reward."""
+
+
+def algorithm(translation: Translation) -> None:
+    estimator = translation.take("advantage-estimator") or "grpo"
+    loss = translation.take("loss-type") or "policy_loss"
+    if loss == "sft_loss":
+        translation.put("algo.name", "sft")
+        for name in (
+            "disable-compute-advantages-and-returns",
+            "calculate-per-token-loss",
+            "eps-clip",
+            "eps-clip-high",
+        ):
+            translation.take(name)
+        return
+    if loss != "policy_loss":
+        translation.note("loss-type", f"{loss}: write a loss (slime.losses), see slime-grpo", trains=True)
+    if estimator not in ALGORITHMS:
+        close = near_matches(estimator, ALGORITHMS)
+        told = f"; close match: {', '.join(close)}" if close else ""
+        translation.note("advantage-estimator", f"{estimator}: unknown algorithm{told}", trains=True)
+        estimator = "grpo"
+    translation.put("algo.name", estimator)
+    clip = float(translation.take("eps-clip") or 0.2)
+    translation.put("algo.eps_clip", clip)
+    translation.put("algo.eps_clip_high", float(translation.take("eps-clip-high") or clip))
+    translation.put("algo.aggregation", "token_mean" if translation.take("calculate-per-token-loss") else "seq_mean")
+    kl(translation, estimator)
+    corrections(translation)
+    distillation(translation)
+
+
+def kl(translation: Translation, estimator: str) -> None:
+    """A coefficient that was said, and had no effect there, has an effect here: it is left out."""
+    kind = translation.take("kl-loss-type") or "k1"
+    in_loss, in_reward = float(translation.take("kl-loss-coef") or 0), float(translation.take("kl-coef") or 0)
+    translation.put("algo.kl_loss_type", kind)
+    if "use-kl-loss" in translation.given:
+        translation.put("algo.kl_loss_coef", in_loss)
+    elif in_loss:
+        translation.note("kl-loss-coef", f"{in_loss}: it had no effect without --use-kl-loss, and is left out")
+    if in_reward and estimator in GROUP_RELATIVE:
+        translation.note("kl-coef", f"{in_reward}: it had no effect with {estimator}, and is left out")
+    elif in_reward:
+        translation.put("algo.kl_coef", in_reward)
+        translation.put("algo.kl_reward_type", kind)
+
+
+def corrections(translation: Translation) -> None:
+    found: list[dict[str, Any]] = []
+    tis = {
+        key: float(word) for key in ("tis_clip", "tis_clip_low") if (word := translation.take(key.replace("_", "-")))
+    }
+    custom = translation.take("custom-tis-function-path")
+    if translation.take("use-tis") and custom is None:
+        found.append({"name": "tis", "tis_clip": 2.0, "tis_clip_low": 0.0} | tis)
+    if custom is not None:
+        translation.note(
+            "custom-tis-function-path",
+            f"{custom}: truncated, clipped and masked importance weights are the correction mis: say it in "
+            "algo.corrections, with its options; another one is a plugin (slime.corrections), see slime-estimators",
+            trains=True,
+        )
+    delta = translation.take("opsm-delta")
+    if translation.take("use-opsm"):
+        found.append({"name": "opsm", "opsm_delta": float(delta or 1e-4)})
+    if found:
+        translation.put("algo.corrections", found)
+
+
+def distillation(translation: Translation) -> None:
+    kind, coefficient = translation.take("opd-type"), float(translation.take("opd-kl-coef") or 1.0)
+    if not translation.take("use-opd"):
+        return
+    translation.put("algo.advantage_terms", [{"name": "reverse_kl", "opd_kl_coef": coefficient}])
+    if kind == "sglang":
+        translation.note(
+            "opd-type", "sglang: say which folder the teacher's engines load: --engines.teacher.load", trains=True
+        )
+
+
+def optimizer(translation: Translation) -> None:
+    """Megatron's own defaults, where they differ."""
+    translation.put("train.weight_decay", float(translation.take("weight-decay") or 0.01))
+    translation.put("train.adam_beta2", float(translation.take("adam-beta2") or 0.999))
+    style = translation.take("lr-decay-style") or "linear"
+    if style in ("constant", "linear", "cosine"):
+        translation.put("train.lr_decay_style", style)
+    else:
+        translation.note("lr-decay-style", f"{style}: there are constant, linear and cosine", trains=True)
+    translation.put("train.use_dynamic_batch_size", translation.take("use-dynamic-batch-size") is not None)

@@ -1,0 +1,49 @@
+"""Functions by path, and rewards by name."""
+
+from __future__ import annotations
+
+from slime_compat import known_flags
+from slime_compat.translation import Translation
+
+
+def functions(translation: Translation) -> None:
+    """Functions by path become the plugins compat, with the arguments that they may read."""
+    of_function = {"python_path": list(translation.line.python_path), "args": translation.args()}
+    log_probs_count = "corrections" in translation.tables.get("algo", {}) or "use-rollout-logprobs" in translation.given
+    judges = translation.given.get("custom-rm-path")
+    if judges:
+        group = {"group": True} if "group-rm" in translation.given else {}
+        translation.put("reward", {"name": "compat", "path": judges[-1]} | group | of_function)
+    generates = translation.given.get("custom-generate-function-path")
+    if generates:
+        missing = "error" if log_probs_count else "zero"
+        table = {"name": "compat", "path": generates[-1], "missing_log_probs": missing}
+        translation.put("generate", table | of_function)
+    keeps = translation.given.get("dynamic-sampling-filter-path")
+    if keeps and keeps[-1].startswith("slime.") and keeps[-1].endswith("check_reward_nonzero_std"):
+        translation.put("rollout.filters", ["nonzero_std"])
+    elif keeps:
+        translation.put("rollout.filters", [{"name": "compat", "path": keeps[-1]} | of_function])
+
+
+def reward(translation: Translation) -> None:
+    translation.done |= {"custom-rm-path", "group-rm", "custom-generate-function-path", "dynamic-sampling-filter-path"}
+    kind = translation.take("rm-type")
+    url = translation.take("rm-url")
+    if "custom-rm-path" in translation.given:
+        return
+    if kind is None:
+        if translation.tables["algo"]["name"] != "sft":
+            translation.note(
+                "rm-type",
+                "no reward is named: say --reward, or --reward-choice-key where the data chooses",
+                trains=True,
+            )
+    elif kind not in known_flags.REWARDS:
+        known = ", ".join(known_flags.REWARDS)
+        translation.note(
+            "rm-type", f"{kind}: no reward of this name; there are {known}, and the reward compat", trains=True
+        )
+    else:
+        named = {"name": known_flags.REWARDS[kind]}
+        translation.put("reward", named | ({"rm_url": url} if kind == "remote_rm" and url else {}))

@@ -1,0 +1,31 @@
+"""`launcher`: devices; and how weights come to the engines on them."""
+
+from __future__ import annotations
+
+from slime_compat.translation import Translation
+
+
+def launcher(translation: Translation) -> None:
+    nodes = int(translation.take("actor-num-nodes") or 1)
+    ranks = int(translation.take("actor-num-gpus-per-node") or 8)
+    translation.put("launcher.actor_num_nodes", nodes)
+    translation.put("launcher.actor_num_gpus_per_node", ranks)
+    # One trainer rank needs no Ray; several do.
+    translation.put("launcher.name", "ray" if nodes * ranks > 1 else "local")
+    if translation.take("offload"):
+        translation.put("launcher.offload_train", True)
+        if "colocate" in translation.given:
+            translation.put("launcher.offload_rollout", True)
+    if "colocate" in translation.given and translation.take("rollout-num-gpus"):
+        translation.note("rollout-num-gpus", "with --colocate the engines have the trainer's devices")
+        translation.put("launcher.rollout_num_gpus", nodes * ranks)
+    elif "colocate" in translation.given:
+        translation.put("launcher.rollout_num_gpus", nodes * ranks)
+    mode, transport = translation.take("update-weight-mode"), translation.take("update-weight-transport")
+    if mode == "delta" or transport == "disk":
+        translation.put("sync.transport", "delta" if mode == "delta" else "disk")
+    concurrency = translation.take("sglang-server-concurrency")
+    if concurrency is not None:
+        translation.put("rollout.concurrency", int(concurrency))
+    if translation.take("prefill-num-servers"):
+        translation.note("prefill-num-servers", "say engine.servers, engine.prefill_servers and engine.router_policy")

@@ -1,0 +1,31 @@
+"""The rules, in the order in which they see the flags."""
+
+from __future__ import annotations
+
+from slime_compat.rules.algorithm import algorithm, optimizer
+from slime_compat.rules.functions import functions, reward
+from slime_compat.rules.launcher import launcher
+from slime_compat.rules.model import model
+from slime_compat.rules.rollout import data, rollout
+from slime_compat.rules.same_names import same_names
+from slime_compat.rules.trackers import trackers
+from slime_compat.translation import Translation
+
+
+def apply(translation: Translation) -> None:
+    """Fills its tables and notes."""
+    for rule in (
+        algorithm,
+        optimizer,
+        model,
+        launcher,
+        data,
+        trackers,
+        rollout,
+        reward,
+        # Options go to the plugins that the rules have chosen.
+        same_names,
+        # After it: what functions are given is no option of those.
+        functions,
+    ):
+        rule(translation)

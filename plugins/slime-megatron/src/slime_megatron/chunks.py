@@ -1,0 +1,173 @@
+"""This rank's pieces of the model: configured, built and wrapped as Megatron wants them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from slime_core.errors import ConfigError, ModelError
+from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.layout import Shape
+from slime_megatron.model import PackedGpt
+from slime_megatron.options import DATA_PARALLEL, MODEL
+from slime_megatron.plugin import MegatronOptions, megatron_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    device: torch.device
+    dtype: torch.dtype
+    """What forward and backward compute in."""
+
+
+def make_config(
+    architecture: Architecture, options: MegatronOptions, shape: Shape, placement: Placement
+) -> TransformerConfig:
+    """ConfigError for options that do nothing for this model."""
+    told = megatron_options(options, MODEL)
+    on_gpu = placement.device.type == "cuda"
+    fields: dict[str, Any] = {
+        # As Megatron's own training does unless it is told not to.
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        # The only one that takes streams of any length.
+        "moe_token_dispatcher_type": "alltoall",
+        # Two stages are each other's previous and next one: batched sends of interleaved pieces would be mixed up.
+        "overlap_p2p_comm": shape.vpp > 1,
+        "batch_p2p_comm": shape.vpp == 1,
+        **architecture.options,
+        **told,
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "virtual_pipeline_model_parallel_size": shape.vpp if shape.vpp > 1 else None,
+        "context_parallel_size": shape.cp,
+        "expert_model_parallel_size": shape.ep,
+        "expert_tensor_parallel_size": shape.etp,
+        "sequence_parallel": shape.sequence_parallel,
+        "bf16": placement.dtype == torch.bfloat16,
+        "fp16": placement.dtype == torch.float16,
+        "params_dtype": torch.float32 if placement.dtype == torch.float32 else placement.dtype,
+        "pipeline_dtype": placement.dtype,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,
+    }
+    # With calculate_per_token_loss Megatron adds up what ranks make of their parts of the same tokens, after it has divided
+    # by the number of these ranks. Its balance loss is multiplied by the tokens of all of them, and right.
+    if fields.get("moe_z_loss_coeff"):
+        fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
+    record = MLATransformerConfig if architecture.mla else TransformerConfig
+    if told.get("moe_router_bias_update_rate") and not fields.get("moe_router_enable_expert_bias"):
+        raise ConfigError("backend.moe_router_bias_update_rate: the routers of this family have no bias. Leave it out.")
+    config = record(**fields)
+    if architecture.choosers:
+        # Its latent attention then hands on what choosing needs; said behind its own check, which refuses context parallelism.
+        config.experimental_attention_variant = "dsa"
+    return config
+
+
+def build_chunks(
+    config: TransformerConfig,
+    architecture: Architecture,
+    options: MegatronOptions,
+    shape: Shape,
+    placement: Placement,
+    *,
+    head: str,
+) -> list[nn.Module]:
+    """This rank's pieces of the model, one for each virtual stage, not yet wrapped."""
+    chunks = []
+    for stage in range(shape.vpp):
+        vp_stage = stage if shape.vpp > 1 else None
+        chunk = PackedGpt(
+            config,
+            architecture,
+            head=head,
+            chunk=options.log_probs_chunk_size,
+            device=placement.device,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            num_ahead=options.mtp_num_layers if head == "lm" else 0,
+        )
+        mark_parallel(chunk)
+        chunk.to(placement.device)
+        for name, parameter in chunk.named_parameters():
+            # What an indexer chooses has no gradient.
+            parameter.requires_grad_(is_trained(name, options) and ".indexer." not in name)
+        chunks.append(chunk)
+    return chunks
+
+
+def mark_parallel(chunk: nn.Module) -> None:
+    """Megatron marks matrices that tensor-parallel ranks share when it fills it with random numbers, which it does not here."""
+    for module in chunk.modules():
+        row = isinstance(module, RowParallelLinear)
+        if not row and not isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, int(row), 1)
+
+
+def is_trained(name: str, options: MegatronOptions) -> bool:
+    only = options.only_train_params_name_list
+    wanted = not only or any(re.search(pattern, name) for pattern in only)
+    return wanted and not any(re.search(pattern, name) for pattern in options.freeze_params_name_list)
+
+
+def wrap(
+    chunks: Sequence[nn.Module],
+    config: TransformerConfig,
+    options: MegatronOptions,
+    placement: Placement,
+    *,
+    distributed_optimizer: bool,
+) -> list[nn.Module]:
+    """With gradient buffers and their reduction; half precision where it is asked for."""
+    told: Mapping[str, Any] = megatron_options(options, DATA_PARALLEL)
+    data_parallel = DistributedDataParallelConfig(
+        **{
+            "grad_reduce_in_fp32": True,
+            **told,
+            "use_distributed_optimizer": distributed_optimizer,
+        }
+    )
+    half = placement.dtype != torch.float32
+    return [
+        DistributedDataParallel(
+            config, data_parallel, Float16Module(config, chunk) if half else chunk, disable_bucketing=number > 0
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def check_copy_shapes(name: str, ours: Architecture, theirs: Architecture) -> None:
+    """Copies are swapped in place."""
+    same = {key: value for key, value in ours.options.items() if not callable(value)}
+    other = {key: value for key, value in theirs.options.items() if not callable(value)}
+    different = sorted(key for key in same.keys() | other.keys() if same.get(key) != other.get(key))
+    if ours.vocab_size != theirs.vocab_size:
+        different.append("vocab_size")
+    if different:
+        raise ModelError(
+            f'weights "{name}": another architecture than the trained one ({", ".join(different)}). Backend megatron swaps '
+            "copies in place; give this model to a role of its own."
+        )

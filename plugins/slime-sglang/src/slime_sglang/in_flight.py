@@ -1,0 +1,244 @@
+"""RequestsInFlight: what an engine was asked and has not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from slime_core.contracts.engine import EngineSetup
+from slime_core.errors import EngineError, EngineRefused
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_sglang.connection import ConnectionLost
+from slime_sglang.experts import ExpertSizes
+from slime_sglang.fleet import Fleet
+from slime_sglang.generation import RequestIds, Running
+from slime_sglang.image_data import ImageTokens
+from slime_sglang.request_check import RequestCheck
+
+if TYPE_CHECKING:
+    from slime_sglang.plugin import SglangOptions
+
+ABORT_AGAIN_S: Final = 0.02
+"""An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
+time."""
+LONGEST_S: Final = 1.0
+ROUNDS: Final = 2
+"""Of aborts by id. SGLang passes on one abort for each id, and if that one came before its request, it is lost; after so
+many, all is aborted, and what was not meant is sent again."""
+PAUSE_POLL_S: Final = 0.005
+
+
+class RequestsInFlight:
+    """They are sent while it is open; what is broken off meanwhile waits here, and is sent again with its tokens so far."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: SglangOptions,
+        setup: EngineSetup,
+        *,
+        check: RequestCheck,
+        vocab_size: int,
+        image_tokens: ImageTokens | None,
+        experts: ExpertSizes | None,
+        version: Callable[[], int],
+    ) -> None:
+        """`version`: what the run has brought last; in pause mode abort no answer may name another one."""
+        self._fleet = fleet
+        self._config = config
+        self._setup = setup
+        self._name = f"engine {setup.index}"
+        self._check = check
+        self._vocab_size = vocab_size
+        self._image_tokens = image_tokens
+        self._experts = experts
+        self._version = version
+        self._rids = RequestIds()
+        self._running: dict[str, Running] = {}
+        self._load: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[Completion]] = set()
+        self._failure: EngineError | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._sweeps = 0
+        self._sweeps_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def fail(self, failure: EngineError) -> None:
+        """All end with it, and none is answered from here on."""
+        self._failure = failure
+        for task in self._tasks:
+            task.cancel()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # ---------------------------------------------------------------- on their way
+
+    def enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
+        """A task for each, for `leave`. EngineRefused for one that cannot be served, before any runs."""
+        if problem := self._check.problem(requests, self._running):
+            raise EngineRefused(f"{self._name}: {problem}")
+        runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
+        self._running |= {run.request.request_id: run for run in runs}
+        tasks = [asyncio.create_task(self._serve(run)) for run in runs]
+        self._tasks.update(tasks)
+        return tasks
+
+    async def leave(self, tasks: Sequence[asyncio.Task[Completion]]) -> None:
+        """Whose caller goes away is ended; closing its connection makes the server abort it."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.difference_update(tasks)
+
+    async def _serve(self, run: Running) -> Completion:
+        """The whole answer, over as many parts as publishes break it into."""
+        index = self._setup.index
+        try:
+            while True:
+                room = self._setup.max_context_len - len(run.request.token_ids) - len(run.token_ids)
+                if min(room, run.request.sampling.max_new_tokens - len(run.token_ids)) <= 0:
+                    return run.completion(FinishReason.LENGTH, index)
+                while not self._open.is_set() and not run.aborted:
+                    await self._open_or_aborted(run)
+                if run.aborted:
+                    return run.completion(FinishReason.ABORT, index)
+                reason = await self._ask(run, room)
+                if reason is not FinishReason.ABORT and not self._open.is_set() and not run.aborted:
+                    # It ended just before a pause; between pause and resume nothing is answered.
+                    await self._open_or_aborted(run)
+                # Broken off by a pause or a sweep, it goes on; ended by someone else's abort, it does not.
+                swept = run.sweep != self._sweeps
+                if reason is not FinishReason.ABORT or run.aborted or (self._open.is_set() and not swept):
+                    return run.completion(reason, index)
+                run.break_off()
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            run.ended.set()
+            self._running.pop(run.request.request_id, None)
+
+    async def _open_or_aborted(self, run: Running) -> None:
+        waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(run.ended.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _ask(self, run: Running, room: int) -> FinishReason:
+        """One part of the answer. A connection that was closed on the way is replaced once, where it is asked again."""
+        try:
+            return await self._ask_once(run, room)
+        except ConnectionLost:
+            self._check_alive()
+            return await self._ask_once(run, room)
+
+    async def _ask_once(self, run: Running, room: int) -> FinishReason:
+        session = run.request.session_id
+        place = self._place(session)
+        server = self._fleet.at(place)
+        # In abort mode no weights change while a request runs.
+        expected = self._version() if self._config.pause_mode == "abort" else None
+        headers = None if session is None else {"X-SMG-Routing-Key": session}
+        run.rid = self._rids.next_for(run.request.request_id)
+        run.sweep = self._sweeps_ended
+        self._load[place] += 1
+        try:
+            reply = await server.post(
+                "/generate", run.body(room), timeout_s=self._config.request_timeout, headers=headers
+            )
+        finally:
+            self._load[place] -= 1
+        return run.take(
+            reply,
+            expected_version=expected,
+            vocab_size=self._vocab_size,
+            server=server.name,
+            experts=self._experts,
+        )
+
+    def _place(self, session: str | None) -> int:
+        """The server with the least requests; a session stays where it was. A router chooses by itself."""
+        if self._fleet.router is not None:
+            return 0
+        if session is not None:
+            return xxhash.xxh3_64_intdigest(session.encode()) % len(self._fleet.servers)
+        return min(range(len(self._fleet.servers)), key=lambda place: self._load[place])
+
+    # ---------------------------------------------------------------- aborts
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
+        names = list(self._running) if request_ids is None else [name for name in request_ids if name in self._running]
+        for name in names:
+            self._running[name].aborted = True
+        await self._end({name: self._running[name] for name in names})
+
+    async def _end(self, runs: dict[str, Running]) -> None:
+        """Says it to the servers until each of these requests has its answer."""
+        for run in runs.values():
+            if run.aborted and not self._open.is_set():
+                run.ended.set()
+        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        patience = ABORT_AGAIN_S
+        rounds = 0
+        while left := [run for name, run in runs.items() if self._running.get(name) is run]:
+            self._check_alive()
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
+            calls: list[Mapping[str, Any]] = [{"rid": run.rid} for run in left if run.rid]
+            rounds += 1
+            if len(left) == len(self._running) or rounds > ROUNDS:
+                await self._sweep()
+            else:
+                await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
+            waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
+            await asyncio.wait(waits, timeout=patience)
+            patience = min(2 * patience, LONGEST_S)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.sleep(0)
+
+    async def _sweep(self) -> None:
+        """Aborts all. What was not meant goes on as after a pause, also if it was sent while this was on its way."""
+        self._sweeps += 1
+        try:
+            await self._fleet.post("/abort_request", {"abort_all": True})
+        finally:
+            self._sweeps_ended += 1
+
+    # ---------------------------------------------------------------- pauses
+
+    def hold(self) -> None:
+        """None is sent from here on."""
+        self._open.clear()
+
+    async def break_off(self) -> None:
+        """Ends all parts that are on servers; their requests stay."""
+        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        while any(self._load.values()):
+            self._check_alive()
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(
+                    f"{self._name}: {sum(self._load.values())} requests have not ended for a pause in time."
+                )
+            await self._fleet.post("/abort_request", {"abort_all": True})
+            for _ in range(20):
+                if not any(self._load.values()):
+                    break
+                await asyncio.sleep(PAUSE_POLL_S)
+
+    def go_on(self) -> None:
+        """What waits is sent."""
+        self._open.set()
