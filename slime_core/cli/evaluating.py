@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError
+from slime_core.heap import modules_stay
 
 if TYPE_CHECKING:
     from slime_core.materials import Materials
@@ -22,15 +23,17 @@ def evaluate_words(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="slime-eval-") as folder:
         # Evaluating leaves no run behind: its folder is a temporary one.
         own = ("--num-rollout", "0", "--runs-dir", folder, "--trackers", "jsonl")
-        run = bind_invocation(type(typed)(typed.file, typed.own, (*typed.flags, *own)))
-        if not run.evals:
-            raise ConfigError(
-                "eval.datasets: no evaluation set; say --eval-prompt-data NAME PATH, or add one to the run file."
-            )
-        # torch comes with these: a mistake in the run file is told before.
-        from slime_core.materials import load_materials
+        with modules_stay():
+            run = bind_invocation(type(typed)(typed.file, typed.own, (*typed.flags, *own)))
+            if not run.evals:
+                raise ConfigError(
+                    "eval.datasets: no evaluation set; say --eval-prompt-data NAME PATH, or add one to the run file."
+                )
+            # torch comes with these: a mistake in the run file is told before.
+            from slime_core.materials import load_materials
 
-        print(json.dumps(asyncio.run(evaluate_once(run, load_materials(run))), indent=2))
+            materials = load_materials(run)
+        print(json.dumps(asyncio.run(evaluate_once(run, materials)), indent=2))
 
 
 async def evaluate_once(run: BoundRun, materials: Materials) -> dict[str, float]:

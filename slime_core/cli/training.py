@@ -13,6 +13,7 @@ from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.errors import ConfigError, Interrupted
+from slime_core.heap import modules_stay
 from slime_core.model_folder import copy_processor
 
 # The loop and the session bring torch, which takes seconds: a mistake in the run file is told before.
@@ -38,10 +39,12 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     step = typed.own.get("ckpt-step")
     if step is not None and not str(step).isdigit():
         raise ConfigError(f"--ckpt-step {step}: a number of rollout steps is wanted, such as 4 for checkpoints/step_4.")
-    run = bind_invocation(typed)
-    from slime_core.materials import load_materials
+    # What is loaded here stays, too. Drivers that look at the model's config bring torch.
+    with modules_stay():
+        run = bind_invocation(typed)
+        from slime_core.materials import load_materials
 
-    materials = load_materials(run)
+        materials = load_materials(run)
     if typed.own.get("dry-run"):
         from slime_core.launch.choose import choose_device
 

@@ -184,6 +184,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmSlime]:
 
 
 @pytest.fixture(scope="session")
+def warm_pair(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WarmSlime, WarmSlime]]:
+    """Forks of one hash text otherwise than forks of the other, as two processes that are started do."""
+    with warm_slime(tmp_path_factory.mktemp("other")) as other:
+        yield warm, other
+
+
+@pytest.fixture(scope="session")
 def tiny_base(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model for all tests: 10 thousand parameters, a character each for digits and signs."""
     base = tmp_path_factory.mktemp("tiny") / "base"
@@ -211,3 +218,9 @@ def make_tiny(tiny_base: Path) -> Callable[[Path], TinyRun]:
 @pytest.fixture
 def tiny(make_tiny: Callable[[Path], TinyRun], tmp_path: Path) -> TinyRun:
     return make_tiny(tmp_path)
+
+
+@pytest.fixture
+def tiny_forks(tiny: TinyRun, warm: WarmSlime) -> None:
+    """`tiny.run` is a fork: where it is not a start that is tested."""
+    tiny.warm = warm

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from conftest import Ended, TinyRun
-    from warm_slime import WarmSlime
+
+pytestmark = pytest.mark.usefixtures("tiny_forks")
 
 CONFIG, DATA, MODEL, REWARD, STORAGE = 2, 3, 3, 4, 8
 
@@ -217,13 +217,6 @@ DATA_CASES = {
     ),
     "no GPU": Case(["--device", "cuda"], CONFIG, ['launcher.device = "cuda"', "Say --device cpu"]),
 }
-
-
-@pytest.fixture
-def tiny(make_tiny: Callable[[Path], TinyRun], warm: WarmSlime, tmp_path: Path) -> TinyRun:
-    made = make_tiny(tmp_path)
-    made.warm = warm
-    return made
 
 
 @pytest.fixture

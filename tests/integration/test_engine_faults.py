@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import TinyRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.faults]
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 
 STEPS = 4
 PER_STEP = 6

@@ -2,20 +2,29 @@
 
 The instants are uniform over wall time. An observer writes down what the run is doing, which is the witness that every
 phase was hit; phases too short to be hit by chance are then waited for.
+
+The runs that are killed are forks of processes that have imported torch and transformers: else most instants would fall into
+these imports, where nothing is on disk yet. There are two such processes, which take turns, as forks of one share its hash
+seed. What they leave is compared with a run that was started, and a start ends the last one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+
+if TYPE_CHECKING:
+    from warm_slime import Forked, WarmSlime
 
 pytestmark = pytest.mark.faults
 
@@ -93,11 +102,15 @@ max_filtered_groups = 1000
 """
 
 
+Start: TypeAlias = "Callable[..., Forked]"
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     sizes = ["--hidden-size", "32", "--num-layers", "1", "--num-heads", "2", "--intermediate-size", "64"]
-    slime(folder, "models", "new", "base", "--alphabet", "0123456789+=", *sizes)
+    code, _, err = warm.run(["models", "new", "base", "--alphabet", "0123456789+=", *sizes], folder)
+    assert code == 0, err
     draw = random.Random(0)
     pairs = [(draw.randrange(10), draw.randrange(10)) for _ in range(200)]
     rows = [{"prompt": f"{a}+{b}=", "label": str((a + b) % 10)} for a, b in pairs]
@@ -107,30 +120,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def slime(folder: Path, *words: str) -> str:
-    ended = subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Path:
+    """The run that is not killed."""
+    slime(folder, *run_words("reference"))
+    reference = folder / "reference/killed"
+    assert len({line["rollout_id"] for line in record(reference)}) == STEPS + 1
+    return reference
+
+
+@pytest.fixture
+def start(folder: Path, warm_pair: tuple[WarmSlime, WarmSlime]) -> Start:
+    """Starts or resumes the run in the folder of that name."""
+    turns = itertools.cycle(warm_pair)
+    return lambda runs, *more: next(turns).start(run_words(runs, *more), folder)
+
+
+def run_words(runs: str, *more: str) -> list[str]:
+    return ["run", "run.toml", "--runs-dir", runs, "--quiet", *more]
+
+
+def slime(folder: Path, *words: str) -> None:
+    """In a process that is started."""
+    command = [sys.executable, "-c", "from slime_core.cli.main import main; main()", *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-c", "from slime_core.cli.main import main; main()", *words]
+def timed(run: Forked) -> float:
+    """Seconds that it took, to its good end."""
+    began = time.monotonic()
+    assert run.wait() == 0, run.err
+    return time.monotonic() - began
 
 
-def start(folder: Path, runs: str, *more: str) -> subprocess.Popen[bytes]:
-    words = command("run", "run.toml", "--runs-dir", runs, "--quiet", *more)
-    log = (folder / f"{runs}.log").open("ab")
-    return subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+def phase_of(run_dir: Path) -> str:
+    try:
+        # Empty for the moment in which it is written anew.
+        return (run_dir / "phase").read_text() or "start"
+    except FileNotFoundError:
+        return "start"
 
 
-def kill(process: subprocess.Popen[bytes], run_dir: Path) -> str:
+def kill(run: Forked, run_dir: Path) -> str:
     """Kills it and says in which phase; its reward workers end by themselves."""
-    phase_file = run_dir / "phase"
-    phase = phase_file.read_text() if phase_file.exists() else "start"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    phase_file.unlink(missing_ok=True)
-    return phase or "start"
+    phase = phase_of(run_dir)
+    run.kill()
+    (run_dir / "phase").unlink(missing_ok=True)
+    return phase
 
 
 def record(run_dir: Path) -> list[dict[str, object]]:
@@ -147,25 +184,20 @@ def same(left: Path, right: Path) -> None:
     assert (left / "hf/model.safetensors").read_bytes() == (right / "hf/model.safetensors").read_bytes()
 
 
-def test_killed_equals_not_killed(folder: Path) -> None:
-    began = time.monotonic()
-    reference = start(folder, "reference")
-    assert reference.wait(timeout=120) == 0, (folder / "reference.log").read_text()
-    duration = time.monotonic() - began
-    assert len({line["rollout_id"] for line in record(folder / "reference/killed")}) == STEPS + 1
-    slime(folder, "run", "run.toml", "--runs-dir", "again", "--quiet")
-    same(folder / "again/killed", folder / "reference/killed")
+def test_killed_equals_not_killed(folder: Path, reference: Path, start: Start) -> None:
+    duration = timed(start("again"))
+    same(folder / "again/killed", reference)
 
     draw, hit, victims = random.Random(SEED), Counter[str](), 0
     while hit.total() < UNIFORM_KILLS:
         run_dir = folder / f"victim{victims}/killed"
-        process = start(folder, f"victim{victims}")
+        run = start(f"victim{victims}")
         try:
-            assert process.wait(timeout=draw.uniform(0, duration)) == 0, (folder / f"victim{victims}.log").read_text()
+            assert run.wait(draw.uniform(0, duration)) == 0, run.err
         except subprocess.TimeoutExpired:
-            hit[kill(process, run_dir)] += 1
+            hit[kill(run, run_dir)] += 1
         else:
-            same(run_dir, folder / "reference/killed")
+            same(run_dir, reference)
             victims += 1
     print(f"\n{hit.total()} kills at instants uniform over {duration:.1f} s, by phase: {dict(hit)}")
 
@@ -173,39 +205,36 @@ def test_killed_equals_not_killed(folder: Path) -> None:
     for phase in waited:
         while not hit[phase]:
             run_dir = folder / f"victim{victims}/killed"
-            process = start(folder, f"victim{victims}")
-            while process.poll() is None:
-                if (run_dir / "phase").exists() and (run_dir / "phase").read_text() == phase:
-                    hit[kill(process, run_dir)] += 1
-            if process.returncode == 0:
-                same(run_dir, folder / "reference/killed")
+            run = start(f"victim{victims}")
+            while not run.has_ended():
+                if phase_of(run_dir) == phase:
+                    hit[kill(run, run_dir)] += 1
+            if not hit[phase]:
+                assert run.wait() == 0, run.err
+                same(run_dir, reference)
                 victims += 1
     print(f"phases that were waited for: {waited or 'none'}; all kills: {dict(hit)}")
 
-    process = start(folder, f"victim{victims}")
-    assert process.wait(timeout=120) == 0, (folder / f"victim{victims}.log").read_text()
-    same(folder / f"victim{victims}/killed", folder / "reference/killed")
+    slime(folder, *run_words(f"victim{victims}"))
+    same(folder / f"victim{victims}/killed", reference)
     attempts = json.loads((folder / f"victim{victims}/killed/attempts").read_text())
     print(f"{victims + 1} runs finished, the last one after {attempts} attempts")
 
 
-def test_killed_while_checkpoints_are_written_aside(folder: Path) -> None:
-    """The same with `--async-save`: after each step, so that one is always being written."""
-    reference = folder / "every_step/killed"
+def test_killed_while_checkpoints_are_written_aside(folder: Path, reference: Path, start: Start) -> None:
+    """The same with `--async-save`: after each step, so that one is always being written. When and how a run saves changes
+    nothing about it."""
     options = ("--async-save", "--save-interval", "1")
-    began = time.monotonic()
-    process = start(folder, "every_step", "--save-interval", "1")
-    assert process.wait(timeout=180) == 0, (folder / "every_step.log").read_text()
-    duration, draw, kills = time.monotonic() - began, random.Random(SEED), 0
+    duration, draw, kills = timed(start("every_step", *options)), random.Random(SEED), 0
+    same(folder / "every_step/killed", reference)
+    run = start("aside", *options)
     while kills < KILLS_BESIDE_WRITES:
-        process = start(folder, "aside", *options)
         try:
-            process.wait(timeout=draw.uniform(0, duration))
+            run.wait(draw.uniform(0, duration))
             break
         except subprocess.TimeoutExpired:
-            kill(process, folder / "aside/killed")
+            kill(run, folder / "aside/killed")
             kills += 1
-    if process.returncode != 0:
-        process = start(folder, "aside", *options)
-        assert process.wait(timeout=180) == 0, (folder / "aside.log").read_text()
+            run = start("aside", *options)
+    assert run.wait() == 0, run.err
     same(folder / "aside/killed", reference)

@@ -1,5 +1,7 @@
 """Runs that are stopped: by Ctrl-C, a failing reward, a full disk, a damaged checkpoint. Nothing that was done is lost,
-and the same command goes on: every step is in metrics.jsonl exactly once."""
+and the same command goes on: every step is in metrics.jsonl exactly once.
+
+Runs that get a signal are started, as users do; those that end by themselves are forks."""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import TinyRun
+    from conftest import Ended, TinyRun
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 
 ALL = [0, 1, 2, 3, 4]
 OPTIONS = ("--plugin", "moody.py", "--reward", "moody")
@@ -115,6 +117,10 @@ def moody(tiny: TinyRun) -> TinyRun:
     return tiny
 
 
+def started(tiny: TinyRun, *words: str) -> Ended:
+    return tiny.end(tiny.start("run", "run.toml", *words))
+
+
 def write_plugin(tiny: TinyRun, *, fake: bool) -> None:
     text = MOODY.replace("{folder}", str(tiny.folder)).replace("{fake}", str(fake))
     (tiny / "moody.py").write_text(text)
@@ -144,7 +150,7 @@ def finish(tiny: TinyRun, *words: str) -> None:
 )
 def test_a_signal(moody: TinyRun, do: str, code: int, checkpoint: int) -> None:
     plan(moody, do, 2)
-    ended = moody.run(*OPTIONS, "--save-interval", "5", "--reward-timeout", "300")
+    ended = started(moody, *OPTIONS, "--save-interval", "5", "--reward-timeout", "300")
     assert ended.code == code
     assert "interrupted" in ended.error
     assert f"{checkpoint} of 5 steps are done and saved in {moody.runs}/tiny" in ended.error
@@ -158,7 +164,7 @@ def test_ctrl_c_while_evaluating(moody: TinyRun) -> None:
     shutil.copy(moody / "train.jsonl", moody / "held_out.jsonl")
     options = ["--eval-prompt-data", "held_out", "held_out.jsonl", "--eval-interval", "2", "--skip-eval-before-train"]
     plan(moody, "ctrl-c while evaluating", 0)
-    ended = moody.run(*OPTIONS, *options, "--save-interval", "5")
+    ended = started(moody, *OPTIONS, *options, "--save-interval", "5")
     assert ended.code == 130
     assert "interrupted while evaluating; 2 of 5 steps are done and saved" in ended.error
     assert moody.checkpoints() == ["step_2"]
@@ -364,7 +370,7 @@ def test_killed_while_a_checkpoint_is_written(tiny: TinyRun) -> None:
     (tiny / "slow.py").write_text(SLOW_WRITER.replace("{folder}", str(tiny.folder)))
     options = ("--plugin", "slow.py", "--reward", "parity", "--checkpoint.save-hf")
     (tiny / "go").write_text("")
-    assert tiny.run(*options, "--name", "waits").code == 0
+    assert started(tiny, *options, "--name", "waits").code == 0
     (tiny / "go").unlink()
     (tiny / "in_the_middle").unlink()
 

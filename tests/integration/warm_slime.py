@@ -1,7 +1,8 @@
 """`slime` commands as forks of one process that has imported what takes seconds. Each is a process of its own, with its own
 folder, words, output and exit code; who tests how a command starts, starts one.
 
-Run as a script, this file is that process: each line of JSON on standard input is a command, and is answered by its exit code.
+Run as a script, this file is that process: each line of JSON on standard input is a command, and is answered by two lines, the
+fork's pid and, when it has ended, its exit code.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import multiprocessing
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,9 +27,13 @@ IMPORTED = (
     "slime_core.buffer.files",
     "slime_core.cli.main",
     "slime_core.cli.training",
+    "slime_core.loop",
     "slime_core.materials",
+    "slime_core.startup",
+    "slime_fsdp.backend",
     "slime_fsdp.plugin",
     "slime_grpo.plugin",
+    "slime_local.engine",
     "slime_local.plugin",
     "slime_rm_math.plugin",
     "torch",
@@ -36,25 +43,75 @@ IMPORTED = (
 
 
 class WarmSlime:
+    """One command at a time."""
+
     def __init__(self, folder: Path) -> None:
         """`folder`: for what the commands print."""
         self._files = {"out": str(folder / "out"), "err": str(folder / "err")}
         pipe = subprocess.PIPE
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=env)
+        # Without a buffer: whether there is an answer is asked of the pipe.
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, bufsize=0, env=env)
+        self._last: Forked | None = None
+
+    def start(self, words: Sequence[str], folder: Path) -> Forked:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"words": list(words), "folder": str(folder), **self._files}
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._last = Forked(words, int(self._process.stdout.readline()), self._process.stdout, Path(self._files["err"]))
+        return self._last
 
     def run(self, words: Sequence[str], folder: Path) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"words": list(words), "folder": str(folder), **self._files}) + "\n")
-        self._process.stdin.flush()
-        code = json.loads(self._process.stdout.readline())
-        assert code is not None, f"slime {' '.join(words)}: no end within {TIMEOUT_S:g} s"
+        code = self.start(words, folder).wait()
         return code, Path(self._files["out"]).read_text(), Path(self._files["err"]).read_text()
 
     def close(self) -> None:
+        if self._last is not None:
+            self._last.kill()
         self._process.communicate()
+
+
+class Forked:
+    """A command under way."""
+
+    def __init__(self, words: Sequence[str], pid: int, answers: Any, err: Path) -> None:
+        self._words = list(words)
+        self._pid = pid
+        self._answers = answers
+        self._err = err
+        self._code: int | None = None
+
+    @property
+    def err(self) -> str:
+        """What it has said so far."""
+        return self._err.read_text()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit code, negative for a signal. subprocess.TimeoutExpired if it has not ended by then."""
+        if self._code is None:
+            if timeout_s is not None and not select.select([self._answers], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(self._words, timeout_s)
+            code = json.loads(self._answers.readline())
+            assert code is not None, f"slime {' '.join(self._words)}: no end within {TIMEOUT_S:g} s"
+            self._code = int(code)
+        return self._code
+
+    def has_ended(self) -> bool:
+        try:
+            self.wait(0.001)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL, to it alone. Nothing if it has ended."""
+        if self._code is None:
+            # It may have ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self.wait()
 
 
 @contextlib.contextmanager
@@ -95,6 +152,7 @@ def serve() -> None:
     for line in sys.stdin:
         process = fork.Process(target=command, kwargs=json.loads(line))
         process.start()
+        print(process.pid, flush=True)
         process.join(TIMEOUT_S)
         code = process.exitcode
         if code is None:
