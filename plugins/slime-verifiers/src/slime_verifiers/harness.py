@@ -42,7 +42,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         messages = first_messages(*self.resolve_prompt(data))
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            # What failed is told by the server, once; asked again it would be another turn.
+            # What failed is told by the server, once; asked again it would be another turn. `timeout_s` ends the whole episode.
             client = await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
             )
