@@ -42,11 +42,7 @@ def modules_stay() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        # Libraries with a compiled part (triton) print what is still there at the end, as leaks.
+        atexit.register(gc.unfreeze)
         if before:
             gc.enable()
-
-
-def leave_heap_to_system() -> None:
-    """At its end the interpreter looks for cycles among all that exists, which the system frees anyway: measured a second
-    where torch and transformers are imported. What has something to do at the end says so to atexit, or is closed before."""
-    atexit.register(gc.freeze)

@@ -10,7 +10,6 @@ import typer
 from slime_core import __version__
 from slime_core.cli import config, convert, doctor, evaluate, models, new, plugins, run
 from slime_core.errors import SlimeError
-from slime_core.heap import leave_heap_to_system
 
 app = typer.Typer(
     help="Train language models with reinforcement learning; every part is a plugin.",
@@ -52,7 +51,6 @@ def slime(
 def main() -> None:
     """The console script. A SlimeError is one paragraph and its exit code; a traceback only with --debug."""
     debug = "--debug" in sys.argv
-    leave_heap_to_system()
     try:
         app()
     except SlimeError as error:
