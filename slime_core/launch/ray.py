@@ -24,7 +24,7 @@ from slime_core.contracts.engine import EngineInfo
 from slime_core.errors import ConfigError, EngineError, SlimeError, TrainingError
 from slime_core.launch.launcher import Launcher, RankHandle
 from slime_core.launch.ray_actors import EngineActor, Location, TrainActor
-from slime_core.launch.ray_cluster import LOOPBACK, RayCluster
+from slime_core.launch.ray_cluster import LOOPBACK, RayCluster, fits, written
 from slime_core.launch.ray_crew import Crew, Member, Roster, together
 from slime_core.launch.ray_handles import RayEngine, RayRank
 from slime_core.rollout.seat import EngineHandle
@@ -393,14 +393,3 @@ def shares_of(slots: Sequence[Slot], num_parts: int, size: int) -> list[Sequence
                 "spans machines, launcher.num_gpus_per_node."
             )
     return parts
-
-
-def fits(num_bundles: int, bundle: dict[str, float]) -> bool:
-    """Whether the cluster has as much at all."""
-    has = ray.cluster_resources()
-    return all(has.get(name, 0.0) >= num_bundles * amount for name, amount in bundle.items())
-
-
-def written(resources: dict[str, float]) -> str:
-    """CPUs and GPUs, for a message."""
-    return "{" + ", ".join(f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU")) + "}"

@@ -213,3 +213,14 @@ def sigterm_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def fits(num_bundles: int, bundle: dict[str, float]) -> bool:
+    """Whether the cluster has as much at all."""
+    has = ray.cluster_resources()
+    return all(has.get(name, 0.0) >= num_bundles * amount for name, amount in bundle.items())
+
+
+def written(resources: dict[str, float]) -> str:
+    """CPUs and GPUs, for a message."""
+    return "{" + ", ".join(f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU")) + "}"
