@@ -1,7 +1,8 @@
 """Context parallelism: a packed micro-batch cut over the ranks of one CP group, in the zigzag layout.
 
 Each sequence of length L is padded to 2 cp chunks of ceil(L / (2 cp)) tokens, and rank k holds chunks k and
-2 cp - 1 - k, so that every rank has the same amount of causal attention to do.
+2 cp - 1 - k, so that every rank has the same amount of causal attention to do. Long chunks are padded further, by a
+sixteenth at most, to lengths that kernels of attention are built for (`padded_length`).
 
 Legend: N packed tokens (padded), S sequences, T response tokens.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.batch.pack import ragged_positions
+from slime_core.training.attention_runs import LONG, padded_length
 from slime_core.types.microbatch import MicroBatch
 
 
@@ -37,6 +39,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     offsets = micro.cu_seqlens.numpy().astype(np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     chunks = -(-lengths // (2 * cp_size))
+    chunks = np.where(chunks < LONG, chunks, padded_length(chunks))
     padded = np.concatenate([[0], (2 * cp_size * chunks).cumsum()])
     cu_seqlens = torch.from_numpy(padded.astype(np.int32))
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slime_core.training.attention_runs import Run
-
-STEPS: Final = 16
-"""Lengths from a power of two to the next that cuDNN's kernel is asked for: it is built anew for each."""
+from slime_core.training.long_attention import attend_long
 
 
 def attend_packed(
@@ -39,26 +35,6 @@ def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, l
         if out is not None:
             return out
     return attend_varlen(q, k, v, run, scale, left)
-
-
-def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
-    """(L, H, D), (L, K, D), (L, K, D') to (L, H, D') by cuDNN; None where it does not compute this."""
-    length = len(q)
-    more = padded_length(length) - length
-    # No query sees the keys behind it: what fills up at the end changes nothing.
-    queries, keys, values = ((F.pad(x, (0, 0, 0, 0, 0, more)) if more else x).transpose(0, 1)[None] for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    if not can_use_cudnn_attention(SDPAParams(queries, keys, values, None, 0.0, True, grouped)):
-        return None
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1)[:length]
-
-
-def padded_length(length: int) -> int:
-    """The next of the STEPS lengths between two powers of two."""
-    step = max((1 << length.bit_length() - 1) // STEPS, 1)
-    return -(-length // step) * step
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, left: int) -> Tensor:

@@ -19,6 +19,8 @@ Int64 = npt.NDArray[np.int64]
 LONG: Final = 4096
 """Queries from which cuDNN's kernel gets a sequence for itself. On an H100, 32 heads, forward and backward: 14.6 against
 23.8 ms for 16,384 tokens, 224 against 375 for 65,536; for sequences of 2,048 the two kernels are alike."""
+STEPS: Final = 16
+"""Lengths from a power of two to the next that cuDNN's kernel is asked for: it is built anew for each."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +36,7 @@ class Run:
     max_queries: int
     max_keys: int
     is_long: bool = False
-    """One sequence with all its keys, worth a kernel of its own."""
+    """One segment worth a kernel of its own: a sequence with all its keys, or a chunk of one behind others of its size."""
 
 
 def runs_of(
@@ -44,7 +46,8 @@ def runs_of(
     own; None: there is one run."""
     alone = np.zeros(len(query_lengths), np.bool_)
     if long is not None:
-        alone = (query_lengths == key_lengths) & (query_lengths >= long)
+        candidates = np.flatnonzero(query_lengths >= long)
+        alone[candidates] = fits_long(query_lengths[candidates], key_lengths[candidates])
     cuts = [0, *(np.flatnonzero(alone[1:] | alone[:-1]) + 1).tolist(), len(alone)]
     queries, keys = (np.concatenate([[0], np.cumsum(lengths)]) for lengths in (query_lengths, key_lengths))
     return tuple(
@@ -59,6 +62,21 @@ def runs_of(
         )
         for first, last in pairwise(cuts)
     )
+
+
+def fits_long(query_lengths: Int64, key_lengths: Int64) -> npt.NDArray[np.bool_]:
+    """Which segments can be filled up to a length that kernels were built for: whole sequences can, at their end; between a
+    chunk's own keys and those before them nothing may stand."""
+    built = (padded_length(query_lengths) == query_lengths) & (key_lengths % query_lengths == 0)
+    fits: npt.NDArray[np.bool_] = built | (query_lengths == key_lengths)
+    return fits
+
+
+def padded_length(lengths: Int64) -> Int64:
+    """The next of the STEPS lengths between two powers of two, of each length from 1 on."""
+    step = np.maximum(1 << np.maximum(np.frexp(lengths)[1] - 1, 0), STEPS) // STEPS
+    padded: Int64 = -(-lengths // step) * step
+    return padded
 
 
 def long_on(device: torch.device) -> int | None:

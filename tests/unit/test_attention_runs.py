@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.training.attention_kernels import padded_length
-from slime_core.training.attention_runs import runs_of
+from slime_core.training.attention_runs import padded_length, runs_of
 
 CPU = torch.device("cpu")
 
@@ -32,8 +31,15 @@ def test_each_long_sequence_is_a_run_and_what_lies_between_is_one():
     assert (runs[3].max_queries, runs[3].max_keys) == (8, 20)
 
 
+def test_a_chunk_behind_others_of_its_size_is_a_run_of_its_own_if_kernels_are_built_for_its_length():
+    queries = np.array([32, 32, 33, 32])
+    keys = np.array([96, 90, 99, 32])
+    runs = runs_of(queries, keys, CPU, long=8)
+    assert [(run.is_long, run.max_queries) for run in runs] == [(True, 32), (False, 33), (True, 32)]
+
+
 @pytest.mark.parametrize(
     ("length", "padded"), [(4096, 4096), (4097, 4352), (8191, 8192), (8193, 8704), (16384, 16384), (17, 17), (33, 34)]
 )
 def test_lengths_are_padded_to_one_of_sixteen_between_two_powers_of_two(length, padded):
-    assert padded_length(length) == padded
+    assert padded_length(np.array([length, 1])).tolist() == [padded, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,13 @@ LENGTHS = [(5, 4), (2, 0), (1, 1), (3, 6)]
 """(prompt, response) of each sequence."""
 
 
-def micro_batch() -> MicroBatch:
-    totals = [prompt + response for prompt, response in LENGTHS]
+def micro_batch(lengths: Sequence[tuple[int, int]] = LENGTHS) -> MicroBatch:
+    totals = [prompt + response for prompt, response in lengths]
     starts = [sum(totals[:i]) for i in range(len(totals) + 1)]
     tokens = torch.arange(100, 100 + starts[-1])
     index = [
         start + prompt - 1 + t
-        for start, (prompt, response) in zip(starts, LENGTHS, strict=False)
+        for start, (prompt, response) in zip(starts, lengths, strict=False)
         for t in range(response)
     ]
     logit_index = torch.tensor(index)
@@ -32,8 +33,8 @@ def micro_batch() -> MicroBatch:
         max_seqlen=max(totals),
         logit_index=logit_index,
         targets=tokens[logit_index + 1],
-        segments=torch.tensor([i for i, (_, response) in enumerate(LENGTHS) for _ in range(response)]),
-        num_samples=len(LENGTHS),
+        segments=torch.tensor([i for i, (_, response) in enumerate(lengths) for _ in range(response)]),
+        num_samples=len(lengths),
         mask=torch.arange(len(index)) % 3 != 0,
         columns=LossColumns(advantages=torch.arange(len(index)).float()),
     )
@@ -56,8 +57,9 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-def test_every_response_token_is_held_once_with_its_own_position(cp_size):
-    whole = micro_batch()
+@pytest.mark.parametrize("lengths", [LENGTHS, [(5, 4), (9, 18000), (2, 0)]])
+def test_every_response_token_is_held_once_with_its_own_position(cp_size, lengths):
+    whole = micro_batch(lengths)
     rows = []
     for rank in range(cp_size):
         part = split_micro_batch(whole, rank, cp_size)
@@ -73,6 +75,12 @@ def test_every_response_token_is_held_once_with_its_own_position(cp_size):
         assert torch.equal(part.columns.advantages, whole.columns.advantages[part.rows])
         assert part.columns.returns is None
     assert sorted(rows) == list(range(len(whole.targets)))
+
+
+def test_long_chunks_are_padded_to_lengths_that_kernels_are_built_for():
+    # A sixteenth of the way from 4,096 to 8,192 is 256; chunks of 4,503 become 4,608, those of 4,096 stay, short ones too.
+    part = split_micro_batch(micro_batch([(9, 18001), (4, 16380), (1, 16379)]), 0, 2)
+    assert part.cu_seqlens.diff().tolist() == [4 * 4608, 4 * 4096, 4 * 4095]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
