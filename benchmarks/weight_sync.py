@@ -270,6 +270,7 @@ async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocat
         run_dir=folder,
         num_devices=asked.engine_ranks,
         first_device=index * asked.engine_ranks,
+        transport=next((name for name in ("delta", "disk") if name in asked.transports), asked.transports[0]),
     )
     version = 0
     await built.start(setup)

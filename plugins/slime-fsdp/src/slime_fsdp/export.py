@@ -32,7 +32,7 @@ LAYER = re.compile(r"^.*?\.\d+\.")
 def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
     """The model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters come as
     `dtype`, buffers as they are."""
-    parameters = {base_name(name) for name, _ in packed.model.named_parameters(remove_duplicate=False)}
+    parameters = {base_name(name) for name in packed.parameter_names}
     for layer in merged_layers(packed, keep=keep, dtype=dtype if packed.adapters is None else None):
         if layer is None:
             yield None
@@ -46,9 +46,9 @@ def merged_layers(
 ) -> Iterator[dict[str, Tensor] | None]:
     """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are. `dtype`: of
     sharded ones, before they are gathered."""
-    state = packed.model.state_dict()
+    tensors = packed.tensors()
     for _, names in groupby(packed.weight_names, key=layer_of):
-        layer = gathered({name: state[name] for name in names}, dtype)
+        layer = gathered({name: tensors[name] for name in names}, dtype)
         if keep and packed.adapters is not None:
             layer = packed.adapters.merge(layer)
         yield layer if keep else None

@@ -7,13 +7,15 @@ model. Legend: TP tensor-parallel, PP pipeline, EP expert-parallel ranks.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import huggingface_hub
 import torch
@@ -22,10 +24,13 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from slime_core.errors import ModelError
+from slime_core.training.joint_gather import gather_jointly
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.folder import ModelFolder
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+JOINT_BYTES: Final = 512 * 2**20
+"""Of whole tensors that one collective gathers, at most; or one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,11 @@ class Entry:
     def expert(self) -> int | None:
         found = LOCAL_EXPERT.search(self.name)
         return int(found[1]) if found else None
+
+    @property
+    def is_bias_of_router(self) -> bool:
+        """Kept in float32."""
+        return self.name.endswith("expert_bias")
 
 
 def whole_name(name: str, chunk: nn.Module) -> str:
@@ -99,6 +109,9 @@ class WeightTable:
         dist.all_gather_object(gathered, mine, group=self._pp)
         entries = {entry.name: entry for part in gathered for entry in part}
         self.entries = sorted(entries.values(), key=order_of)
+        self._experts_per_rank = Counter(
+            LOCAL_EXPERT.sub("", entry.name) for entry in self.entries if entry.expert is not None
+        )
 
     def names_in_folder(self) -> list[str]:
         """Of all tensors of the whole model."""
@@ -111,10 +124,7 @@ class WeightTable:
         """Numbers of the experts that EP ranks hold in this place."""
         if entry.expert is None:
             return [None]
-        per_rank = sum(
-            other.expert is not None and LOCAL_EXPERT.sub("", other.name) == LOCAL_EXPERT.sub("", entry.name)
-            for other in self.entries
-        )
+        per_rank = self._experts_per_rank[LOCAL_EXPERT.sub("", entry.name)]
         return [entry.expert + rank * per_rank for rank in range(parallel_state.get_expert_model_parallel_world_size())]
 
     def _weight(self, entry: Entry, expert: int | None) -> Any:
@@ -167,55 +177,97 @@ class WeightTable:
     def export(self, dtype: torch.dtype | None, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
         """A layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
         `dtype` None: as they are."""
-        for _, entries in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
+        for _, of_layer in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
             found: list[tuple[tuple[str, int], dict[str, Tensor]]] = []
-            for entry in entries:
-                for number, whole in self._whole(entry):
+            for entries in self._batches(of_layer):
+                for (entry, number), whole in self._wholes(entries, dtype).items():
                     if not keep:
                         continue
                     weight = self._weight(entry, number)
-                    if self._is_vocabulary(entry):
-                        whole = whole[: self._vocab_size]
-                    plain = dtype is None or entry.name.endswith("expert_bias")
-                    parts = weight.part(whole if plain else whole.to(dtype))
+                    parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
                     place = (LOCAL_EXPERT.sub(".", entry.name), number or 0)
                     found.append((place, dict(zip(weight.names, parts, strict=True))))
             # Experts by their numbers, however many ranks share them.
             layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
             yield layer if keep else None
 
-    def _whole(self, entry: Entry) -> Iterator[tuple[int | None, Tensor]]:
-        """All ranks call: gathered over TP and EP, then brought from its stage to the others."""
-        here = entry.stage == self._pp.rank()
-        tp = self._tp(entry)
-        held = self._tensors[entry.name].detach() if here else None
-        numbers = self._experts(entry)
-        parts: list[Tensor | None] = [held]
-        if held is not None and len(numbers) > 1:
-            parts = list(all_parts(held, parallel_state.get_expert_model_parallel_group()))
-        for number, part in zip(numbers, parts if here else [None] * len(numbers), strict=True):
-            whole = part
-            if part is not None and entry.dim is not None and tp.size() > 1:
-                whole = self._weight(entry, number).unshard(all_parts(part, tp), entry.dim)
-            if self._pp.size() > 1:
-                if whole is None:
-                    shape = list(entry.shape)
-                    if entry.dim is not None:
-                        shape[entry.dim] *= tp.size()
-                    whole = torch.empty(shape, dtype=entry.dtype, device=self._device)
-                dist.broadcast(whole.contiguous() if here else whole, group=self._pp, group_src=entry.stage)
-            assert whole is not None
-            yield number, whole
+    def _batches(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+        """What is gathered together: of one layer of many experts not all."""
+        batch: list[Entry] = []
+        size = 0
+        for entry in entries:
+            nbytes = len(self._experts(entry)) * math.prod(self._whole_shape(entry)) * entry.dtype.itemsize
+            if batch and size + nbytes > JOINT_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(entry)
+            size += nbytes
+        yield batch
+
+    def _whole_shape(self, entry: Entry) -> list[int]:
+        shape = list(entry.shape)
+        if entry.dim is not None:
+            shape[entry.dim] *= self._tp(entry).size()
+        return shape
+
+    def _wholes(self, entries: Sequence[Entry], dtype: torch.dtype | None) -> dict[tuple[Entry, int | None], Tensor]:
+        """By entry and the expert's number. All ranks call: gathered over EP and TP, then brought from its stage to the
+        others."""
+        dtypes = {entry: entry.dtype if dtype is None or entry.is_bias_of_router else dtype for entry in entries}
+        held = {
+            entry: self._tensors[entry.name].detach().to(dtypes[entry])
+            for entry in entries
+            if entry.stage == self._pp.rank()
+        }
+        spread = [entry for entry in held if len(self._experts(entry)) > 1]
+        parts = all_parts([held[entry] for entry in spread], parallel_state.get_expert_model_parallel_group())
+        found: dict[tuple[Entry, int | None], Tensor] = {
+            (entry, numbers[0]): tensor for entry, tensor in held.items() if len(numbers := self._experts(entry)) == 1
+        }
+        for entry, of_ranks in zip(spread, parts, strict=True):
+            found.update(zip(((entry, number) for number in self._experts(entry)), of_ranks, strict=True))
+        for group, experts in (
+            (parallel_state.get_tensor_model_parallel_group(), False),
+            (parallel_state.get_expert_tensor_parallel_group(), True),
+        ):
+            cut = [key for key in found if key[0].dim is not None and (key[0].expert is not None) == experts]
+            if group.size() == 1:
+                continue
+            for key, shards in zip(cut, all_parts([found[key] for key in cut], group), strict=True):
+                assert key[0].dim is not None
+                found[key] = self._weight(*key).unshard(shards, key[0].dim)
+        if self._pp.size() == 1:
+            return found
+        keys = [(entry, number) for entry in entries for number in self._experts(entry)]
+        for (stage, kind), alike in groupby(keys, key=lambda key: (key[0].stage, dtypes[key[0]])):
+            together = list(alike)
+            shapes = [self._whole_shape(entry) for entry, _ in together]
+            sizes = [math.prod(shape) for shape in shapes]
+            if stage == self._pp.rank():
+                flat = torch.cat([found[key].reshape(-1) for key in together])
+            else:
+                flat = torch.empty(sum(sizes), dtype=kind, device=self._device)
+            dist.broadcast(flat, group=self._pp, group_src=stage)
+            found.update(
+                {key: part.view(shape) for key, part, shape in zip(together, flat.split(sizes), shapes, strict=True)}
+            )
+        return {key: found[key] for key in keys}
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._tensors.values())).device
 
 
-def all_parts(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+def all_parts(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
+    """Of each tensor what the ranks of the group hold; one collective for all of a dtype."""
+    found: list[tuple[Tensor, ...]] = [()] * len(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        mine = torch.cat([tensors[number].reshape(-1) for number in alike])
+        joined = gather_jointly(mine, [tensors[number].numel() for number in alike], group)
+        for number, flat in zip(alike, joined, strict=True):
+            found[number] = flat.view(group.size(), *tensors[number].shape).unbind()
+    return found
 
 
 def order_of(entry: Entry) -> tuple[int, int, str, int]:
