@@ -44,7 +44,8 @@ def make_config(
     fields: dict[str, Any] = {
         # As Megatron's own training does unless it is told not to.
         "bias_activation_fusion": on_gpu,
-        "bias_dropout_fusion": on_gpu,
+        # Without dropout and biases nothing but an addition is left of it, and calling what is compiled costs more.
+        "bias_dropout_fusion": on_gpu and architecture.options.get("add_bias_linear", True),
         # The only one that takes streams of any length.
         "moe_token_dispatcher_type": "alltoall",
         # Two stages are each other's previous and next one: batched sends of interleaved pieces would be mixed up.
