@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 CHUNK: Final = 64
@@ -99,7 +100,14 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: T
 
 @cache
 def fused_kernel() -> Callable[..., Any] | None:
+    """None: fla is not installed, or its backward would refuse. Triton from 3.4 to 3.7.0 computes it wrongly on Hopper, which
+    fla goes round with tilelang (https://github.com/fla-org/flash-linear-attention/issues/640)."""
     if find_spec("fla") is None:
+        return None
+    import triton  # type: ignore[import-untyped]
+
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    if on_hopper and Version("3.4") <= Version(triton.__version__) < Version("3.7.1") and find_spec("tilelang") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 

@@ -72,7 +72,8 @@ def inputs(dtype, device, seed=0, keys=2, values=4, width=64, lengths=LENGTHS):
 
 
 def test_the_kernel_computes_what_chunks_do():
-    assert fused_kernel() is not None, "pip install flash-linear-attention"
+    if fused_kernel() is None:
+        pytest.skip("pip install flash-linear-attention; on Hopper with Triton 3.7.1, or tilelang")
     cuda = torch.device("cuda")
     given = inputs(torch.bfloat16, cuda)
     plan = plan_recurrence(np.array(LENGTHS), cuda)
@@ -97,7 +98,9 @@ def test_chunks_on_the_gpu_are_those_of_the_cpu():
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_models_are_near_transformers_in_float64(family, tmp_path):
+def test_models_are_near_transformers_in_float64(family, tmp_path, monkeypatch):
+    # Where fla is installed transformers would call its kernels, also on a CPU.
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_linear_attention_available", lambda: False)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
