@@ -21,7 +21,7 @@ from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_optio
 from slime_sglang.router import chosen_options
 from slime_sglang.router_args import router_options
 from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
-from slime_sglang.transports.plugin import Disk, Distributed, Ipc
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 OLD = """
 @dataclasses.dataclass
@@ -279,3 +279,12 @@ def test_stages_that_cannot_be_told_apart(driver):
     assert "engine.pp_size = 2" in problem
     assert "pp_size = 1" in problem
     assert driver.problems(driver.Config(), SglangOptions()) == Disk.problems(Disk.Config(), engine) == []
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_a_draft_of_its_own_is_not_overwritten_from_a_folder(driver):
+    engine = SimpleNamespace(speculative_draft_model_path="/models/draft")
+    (problem,) = driver.problems(driver.Config(), engine)
+    assert 'engine.speculative_draft_model_path = "/models/draft"' in problem
+    assert '"ipc"' in problem
+    assert Ipc.problems(Ipc.Config(), engine) == driver.problems(driver.Config(), SglangOptions()) == []

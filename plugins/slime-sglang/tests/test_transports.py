@@ -343,6 +343,21 @@ def test_no_engine_is_asked_to_flush(driver, ranks, stack):
     assert all(body.get("weight_version") is None for body in updates[:-1])
 
 
+def test_a_draft_with_a_folder_of_its_own_keeps_its_weights(ranks, stack):
+    """SGLang would load what is sent into both; what the model brings for drafts lies in the model's folder."""
+    engines = [Engine(stack, number) for number in range(3)]
+    for engine, draft in zip(engines, ("/draft", "/model", None), strict=True):
+        engine.partner.server_info = {"model_path": "/model", "speculative_draft_model_path": draft}
+    bodies = [[] for _ in engines]
+    for engine, seen in zip(engines, bodies, strict=True):
+        engine.partner.answer = lambda path, body, seen=seen, answer=engine.partner.answer: (
+            seen.append(body),
+            answer(path, body),
+        )[1]
+    ranks(Ipc).send(weights(1), 1, *engines)
+    assert [{body["disable_draft_model"] for body in seen} for seen in bodies] == [{True}, {False}, {False}]
+
+
 def test_a_group_lives_as_long_as_its_engines(ranks, stack):
     engines = [Engine(stack, 0), Engine(stack, 1)]
     rank = ranks(Distributed)

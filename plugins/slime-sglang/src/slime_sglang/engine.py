@@ -92,6 +92,7 @@ class SglangEngine(RolloutEngine):
                 # Servers that the engine started are on its machine.
                 shared=not self._config.external_engine_addrs,
                 drops_prefixes=self._config.pause_mode == "abort",
+                other_draft=self._features.other_draft,
             )
             check = RequestCheck(
                 vocab_size=vocab_size,

@@ -32,6 +32,8 @@ class Features:
     version_spans: bool = False
     images: bool = False
     routed_experts: bool = False
+    other_draft: bool = False
+    """See `has_other_draft`."""
 
     @classmethod
     async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
@@ -56,6 +58,7 @@ class Features:
             images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
             # The second of a pair has not read the prompt.
             routed_experts=alone and bool(args.get("enable_return_routed_experts")),
+            other_draft=has_other_draft(args),
         )
 
     def common(self, others: Iterable[Features]) -> Features:
@@ -72,6 +75,7 @@ class Features:
                 version_spans=result.version_spans and other.version_spans,
                 images=result.images and other.images,
                 routed_experts=result.routed_experts and other.routed_experts,
+                other_draft=result.other_draft or other.other_draft,
             )
         return result
 
@@ -88,6 +92,14 @@ class Features:
         if self.routed_experts:
             offered.add(Capability.ROUTED_EXPERTS)
         return frozenset(offered)
+
+
+def has_other_draft(args: Mapping[str, Any]) -> bool:
+    """Whether a server speculates with the weights of another folder than the model's: with what the model itself brings for
+    it (layers of multi-token prediction), SGLang names the model's folder. New weights of the model are none of its own.
+    `args`: the answer of /server_info."""
+    draft = args.get("speculative_draft_model_path")
+    return draft is not None and draft != args.get("model_path")
 
 
 async def reports_spans(server: Connection) -> bool:

@@ -15,10 +15,18 @@ from slime_sglang.server.checksum import ACTION
 
 class HeldWeights:
     """All servers of a fleet hold the same. `drops_prefixes`: what was computed with the weights before is dropped from their
-    caches when new ones are complete."""
+    caches when new ones are complete. `other_draft`: the draft of speculative decoding has weights of its own."""
 
     def __init__(
-        self, fleet: Fleet, order: BucketOrder, *, name: str, tp_size: int, shared: bool, drops_prefixes: bool
+        self,
+        fleet: Fleet,
+        order: BucketOrder,
+        *,
+        name: str,
+        tp_size: int,
+        shared: bool,
+        drops_prefixes: bool,
+        other_draft: bool,
     ) -> None:
         self._fleet = fleet
         self._order = order
@@ -26,6 +34,7 @@ class HeldWeights:
         self._tp_size = tp_size
         self._shared = shared
         self._drops_prefixes = drops_prefixes
+        self._other_draft = other_draft
         self.given = -1
         """The version that this run has brought; -1: none."""
 
@@ -54,6 +63,7 @@ class HeldWeights:
                 "load_format": "flattened_bucket",
                 # With waiting requests SGLang would die of it.
                 "flush_cache": False,
+                "disable_draft_model": self._other_draft,
             }
             if bucket.last:
                 body["weight_version"] = str(bucket.version)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
 from slime_core.errors import EngineError
+from slime_sglang.features import has_other_draft
 from slime_sglang.transports.equality import Digests
 from slime_sglang.transports.flat import FlatBucket, flat_buckets
 from slime_sglang.transports.handles import SharedMemory, cuda_handle
@@ -22,6 +23,8 @@ from slime_sglang.transports.sender import ServerSender, bucket_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slime_sglang.transports.plugin import SentConfig
+
 
 class KnownToAll(EngineError):
     """Every rank has heard of it, in this turn."""
@@ -29,6 +32,10 @@ class KnownToAll(EngineError):
 
 class IpcSender(ServerSender):
     """While the engines load a bucket, the next one is gathered and flattened. A bucket is kept until it is loaded."""
+
+    def __init__(self, config: SentConfig) -> None:
+        super().__init__(config)
+        self._other_drafts: dict[EngineEndpoint, bool] = {}
 
     def setup(self, setup: SenderSetup) -> None:
         if setup.device == "cuda" and not setup.colocated:
@@ -89,10 +96,17 @@ class IpcSender(ServerSender):
             "serialized_named_tensors": payloads,
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            "disable_draft_model": self._has_other_draft(engine),
         }
         if bucket.last:
             body["weight_version"] = str(version)
         return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
+
+    def _has_other_draft(self, engine: EngineEndpoint) -> bool:
+        """Asked once of every server."""
+        if engine not in self._other_drafts:
+            self._other_drafts[engine] = has_other_draft(self.servers.get(engine, "/server_info"))
+        return self._other_drafts[engine]
 
     # ---------------------------------------------------------------- devices
 

@@ -47,6 +47,8 @@ class Partner:
     def __init__(self, receive: Callable[[Bucket], None]) -> None:
         self.calls: list[str] = []
         """Paths, in order."""
+        self.server_info: Mapping[str, Any] = {}
+        """Its answer to /server_info."""
         self.groups: dict[str, dist.ProcessGroupGloo] = {}
         self._receive = receive
         self._index = 0
@@ -166,6 +168,13 @@ def serve_partner(partner: Partner) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
         # Head and body go out one after the other: the body would wait 40 ms for the head to be acknowledged.
         disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            content = json.dumps(partner.server_info).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

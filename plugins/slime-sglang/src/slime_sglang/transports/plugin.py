@@ -50,16 +50,25 @@ class SentDriver(TransportDriver):
     by_rank: ClassVar[bool] = False
     """Every process of a server is given weights, and SGLang numbers them by their tensor-parallel rank alone."""
 
+    by_folder: ClassVar[bool] = False
+    """Servers load files, and SGLang loads them into the draft of speculative decoding too, whatever model that is."""
+
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
+        name, problems = cls.__name__.lower(), []
         stages = getattr(engine, "pp_size", None) or 1
-        if not cls.by_rank or stages == 1:
-            return []
-        name = cls.__name__.lower()
-        return [
-            f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal ranks, '
-            'so they cannot be told apart. Use sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
-        ]
+        if cls.by_rank and stages > 1:
+            problems.append(
+                f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal '
+                'ranks, so they cannot be told apart. Use sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
+            )
+        draft = getattr(engine, "speculative_draft_model_path", None)
+        if cls.by_folder and draft is not None:
+            problems.append(
+                f'sync.transport = "{name}", engine.speculative_draft_model_path = "{draft}": SGLang would load the trained '
+                'weights into the draft too. Use sync.transport = "ipc", "distributed" or "direct".'
+            )
+        return problems
 
     @classmethod
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
@@ -129,6 +138,7 @@ class Disk(SentDriver):
     """safetensors below the run's folder, which engines on other machines must see under the same path."""
 
     Config = DiskConfig
+    by_folder: ClassVar[bool] = True
 
     @classmethod
     def build_sender(cls, config: Any) -> DiskSender:
@@ -147,6 +157,7 @@ class Delta(SentDriver):
     of the weights in host memory. For servers that slime starts."""
 
     Config = DeltaConfig
+    by_folder: ClassVar[bool] = True
 
     @classmethod
     def build_sender(cls, config: Any) -> DeltaSender:

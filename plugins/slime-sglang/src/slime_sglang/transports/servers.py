@@ -42,6 +42,17 @@ class Servers:
             raise EngineError(f"{what}: {connection.name}: POST {path}: the answer is {answer!r:.300}.")
         return answer
 
+    def get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
+        """The answer, waited for."""
+        return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop).result()
+
+    async def _get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
+        connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+        answer = await connection.get(path, timeout_s=self.timeout_s)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{connection.name}: GET {path}: the answer is {answer!r:.300}.")
+        return answer
+
     def each(
         self, engines: Sequence[EngineEndpoint], path: str, body: Mapping[str, Any], *, what: str = ""
     ) -> list[Future[Any]]:
