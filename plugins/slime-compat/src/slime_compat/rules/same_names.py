@@ -50,6 +50,8 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
             )
     elif name in known_flags.WITHOUT_EFFECT:
         translation.note(name, known_flags.WITHOUT_EFFECT[name])
+    elif name.startswith("router-") and (found is None or name != "router-policy"):
+        of_router(translation, name, words)
     elif found is not None and found.field.exclude:
         # A plugin has it to refuse it, with the reason.
         translation.note(
@@ -59,8 +61,6 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         set_key(translation, typed, words, found, negated)
     elif name.startswith("sglang-"):
         of_engine(translation, name, words)
-    elif name.startswith("router-"):
-        translation.note(name, "an option of sglang-router: say it in engine.router_options, with engine.router_policy")
     elif name in known_flags.MEGATRON:
         of_megatron(translation, name, words)
     else:
@@ -97,6 +97,18 @@ def of_engine(translation: Translation, name: str, words: list[str]) -> None:
         translation.note(name, f'an option of SGLang; the engine is "{translation.engine}"')
         return
     translation.put(f"engine.{name.removeprefix('sglang-').replace('-', '_')}", guessed(words))
+
+
+def of_router(translation: Translation, name: str, words: list[str]) -> None:
+    """There it always stood before the servers; here only where a policy is said."""
+    if translation.engine != "sglang" or "router-policy" not in translation.given:
+        translation.note(
+            name,
+            "an option of sglang-router, which is not started: policies are router.middlewares; or say engine.router_policy, "
+            "and this in engine.router_options",
+        )
+        return
+    translation.put(f"engine.router_options.{name.removeprefix('router-').replace('-', '_')}", guessed(words))
 
 
 def of_megatron(translation: Translation, name: str, words: list[str]) -> None:
