@@ -143,6 +143,12 @@ def test_options_of_a_router_that_is_not_started_are_told(translate, policy):
         ("--rollout-function-path my.rollout", r"--rollout-function-path: .*write a collector"),
         ("--keep-old-actor", r"--keep-old-actor: no second copy"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
+        ("--enable-mtp-trainin", r"--enable-mtp-trainin: unknown flag; close match: --enable-mtp-training"),
+        (
+            "--rollout-functions-path my",
+            r"--rollout-functions-path: unknown flag; close match: --rollout-function-path",
+        ),
+        ("--use-tiss", r"--use-tiss: unknown flag; close match: --use-tis"),
         ("--rm-type boxed_math", r"--rm-type: boxed_math: no reward of this name"),
         ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: there is no dropout here"),
         ("--lr fast", r'--lr: "fast": a number is wanted'),

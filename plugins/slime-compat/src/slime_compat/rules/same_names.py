@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from slime_compat import known_flags
 from slime_compat.flag_words import guessed, typed_as
@@ -10,18 +10,6 @@ from slime_compat.translation import Translation
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, FlagTable, kernel_flags, takes_many
 from slime_core.errors import near_matches
-
-RULED_WORDS: Final = """
-    advantage-estimator loss-type eps-clip eps-clip-high calculate-per-token-loss kl-loss-type use-tis tis-clip
-    tis-clip-low custom-tis-function-path use-opsm opsm-delta use-opd kl-coef kl-loss-coef
-    opd-type opd-kl-coef weight-decay adam-beta2
-    lr-decay-style use-dynamic-batch-size hf-checkpoint save load ref-load save-hf actor-num-nodes
-    actor-num-gpus-per-node offload update-weight-mode update-weight-transport rm-type custom-rm-path group-rm
-    custom-generate-function-path dynamic-sampling-filter-path rollout-function-path use-wandb use-tensorboard
-    partial-rollout
-"""
-RULED: Final = frozenset(RULED_WORDS.split())
-"""Flags that have a rule of their own, for near matches."""
 
 
 def same_names(translation: Translation) -> None:
@@ -64,7 +52,15 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     elif name in known_flags.MEGATRON:
         of_megatron(translation, name, words)
     else:
-        known = {*flags.by_name, *known_flags.MISSING, *known_flags.WITHOUT_EFFECT, *known_flags.MEGATRON, *RULED}
+        # Whatever a rule has looked for is among the done, said or not.
+        known = {
+            *translation.done,
+            *flags.by_name,
+            *known_flags.OTHER_HOOKS,
+            *known_flags.MISSING,
+            *known_flags.WITHOUT_EFFECT,
+            *known_flags.MEGATRON,
+        }
         close = near_matches(name, known)
         told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
         if typed not in translation.of_file:
