@@ -32,7 +32,7 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
         translation.missing(name, known_flags.MISSING[name])
     elif name in known_flags.SHAPE:
-        if name.endswith("-dropout") and float("".join(words[-1:]) or 0):
+        if name.endswith("-dropout") and translation.number(typed, float, 0.0):
             translation.note(
                 name, f"{words[-1]}: there is no dropout here, since log-probs would be random", trains=True
             )
