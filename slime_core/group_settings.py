@@ -47,6 +47,7 @@ def eval_settings(run: BoundRun, settings: BoundEvalSet) -> GroupSettings:
             repetition_penalty=settings.repetition_penalty,
             stop=settings.stop,
             stop_token_ids=settings.stop_token_ids,
+            skip_special_tokens=rollout.rollout_skip_special_tokens,
         ),
         seed=run.rollout_seed,
         max_context_len=rollout.rollout_max_context_len,

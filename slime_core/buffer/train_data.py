@@ -24,7 +24,6 @@ IMAGE_NUMBERS: Final = "image_numbers"
 IMAGE_PLACES: Final = "image_places"
 IMAGE_FRAMES: Final = "image_frames"
 """Of the images that no sample before has."""
-OF_IMAGES: Final = (IMAGES, IMAGE_NUMBERS, IMAGE_PLACES, IMAGE_FRAMES)
 BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
 OPTIONAL: Final = ("token_reward", "routed_experts", "images")

@@ -83,8 +83,8 @@ class Finder:
             return []
         entry = self._registry.find(group, name, where=group)
         owner = f"{entry.name} ({entry.provenance})"
-        more: dict[str, Any] = {"aliases": driver.flag_aliases, "tables": driver.table_options()}
-        return list(option_flags(driver.Config, path, owner, prefix=prefix, **more))
+        aliases, tables = driver.flag_aliases, driver.table_options()
+        return list(option_flags(driver.Config, path, owner, prefix=prefix, aliases=aliases, tables=tables))
 
 
 def name_of(value: Any) -> str:

@@ -39,7 +39,7 @@ class RolloutConfig(Table):
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end an answer, besides the model's own."""
     rollout_skip_special_tokens: bool = False
-    """Leave special tokens out of the text."""
+    """Look for strings that end an answer in its text without special tokens, in evaluations too. The answer keeps them."""
     rollout_seed: int | None = None
     """Seed of shuffling and sampling; by default the run's seed."""
     filters: tuple[PluginTable, ...] = ()

@@ -104,10 +104,12 @@ class LocalLauncher(Launcher):
         engines, self._engines = self._engines, []
         ranks, self._ranks = self._ranks, []
         threads, self._threads = self._threads, []
-        for engine in engines:
-            if engine is not None:
-                await engine.call("stop")
-        for rank in ranks:
-            await rank.call("close")
-        for thread in threads:
-            thread.shutdown(wait=True)
+        # All of them, also where the end of one fails: engines first, each in the order of its start.
+        async with contextlib.AsyncExitStack() as stack:
+            for thread in threads:
+                stack.callback(thread.shutdown, wait=True)
+            for rank in reversed(ranks):
+                stack.push_async_callback(rank.call, "close")
+            for engine in reversed(engines):
+                if engine is not None:
+                    stack.push_async_callback(engine.call, "stop")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -27,13 +25,13 @@ from slime_core.launch.ray_actors import EngineActor, Location, TrainActor
 from slime_core.launch.ray_cluster import LOOPBACK, RayCluster, fits, written
 from slime_core.launch.ray_crew import Crew, Member, Roster, together
 from slime_core.launch.ray_handles import RayEngine, RayRank
+from slime_core.process_group import group_gone
 from slime_core.rollout.seat import EngineHandle
 from slime_core.workers.engine import EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorkerSpec
 
 CONTROL_CALLS: Final = 64
 """Calls that an engine takes beside its requests, such as an abort while it is full."""
-KILL_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,8 @@ class EngineSeat:
     crew: Crew
     members: Sequence[Member] = ()
     """By machine; the first one serves. None once it was ended."""
+    serving_pid: int | None = None
+    """Of the process that serves; it may be another than the first member's, and ends after that."""
 
 
 class RayLauncher(Launcher):
@@ -198,7 +198,10 @@ class RayLauncher(Launcher):
         self._crews = [crew for crew in self._crews if crew is not seat.crew]
         members, seat.members = seat.members, ()
         if not died:
-            await asyncio.gather(*(kill_here(member, self._grace_s) for member in members))
+            await asyncio.gather(*(member.kill_here(self._grace_s) for member in members))
+        pid, seat.serving_pid = seat.serving_pid, None
+        if pid is not None and members[0].is_here:
+            await group_gone(pid, self._grace_s)
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         seat = self._seats[index]
@@ -332,20 +335,8 @@ class RayLauncher(Launcher):
             ]
         )
         crew.ready()
+        seat.serving_pid = infos[0].pid
         return infos[0]
-
-
-async def kill_here(member: Member, limit_s: float) -> None:
-    """Ends the process of an actor on this machine, if it is still there: one that hangs does not hear Ray. Returns when it is
-    gone, or after `limit_s`."""
-    location = member.location
-    if location is None or location.node != ray.get_runtime_context().get_node_id():
-        return
-    deadline = asyncio.get_running_loop().time() + limit_s
-    with contextlib.suppress(ProcessLookupError):
-        while asyncio.get_running_loop().time() < deadline:
-            os.kill(location.pid, signal.SIGKILL)
-            await asyncio.sleep(KILL_POLL_S)
 
 
 def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:

@@ -8,6 +8,9 @@ rank raised and another goes on waiting for it, nothing of the crew is waited fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ from slime_core.launch.ray_actors import Location
 T = TypeVar("T")
 
 LOG_LINES: Final = 20
+KILL_POLL_S: Final = 0.02
 GRACE_AFTER_FAILURE_S: Final = 2.0
 """The others may wait for the one that failed, and then never end."""
 
@@ -40,6 +44,22 @@ class Member:
     def actor_id(self) -> str:
         actor_id: str = self.actor._ray_actor_id.hex()
         return actor_id
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, on this machine."""
+        return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
+
+    async def kill_here(self, limit_s: float) -> None:
+        """Ends its process if it is still there and on this machine: one that hangs does not hear Ray. Returns when it is gone,
+        or after `limit_s` seconds."""
+        if self.location is None or not self.is_here:
+            return
+        deadline = asyncio.get_running_loop().time() + limit_s
+        with contextlib.suppress(ProcessLookupError):
+            while asyncio.get_running_loop().time() < deadline:
+                os.kill(self.location.pid, signal.SIGKILL)
+                await asyncio.sleep(KILL_POLL_S)
 
     def died(self, reason: str) -> SlimeError:
         """Names node and pid, and quotes the log if it is on this machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -140,7 +141,9 @@ class TrainWorker:
         self._backend.wake(weights_only)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._writer.shutdown()
-        self._backend.close()
+        """All of it, also where a part of it fails; then that is raised."""
+        with ExitStack() as stack:
+            stack.callback(self._backend.close)
+            stack.callback(self._writer.shutdown)
+            if self._sender is not None:
+                stack.callback(self._sender.close)

@@ -48,6 +48,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -151,6 +152,10 @@ class FakeEngine:
         if setup.num_nodes > 1:
             told = {"host": setup.host, "rendezvous": setup.rendezvous, "pid": os.getpid()}
             (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(told))
+        if (setup.run_dir / "slow_to_go").exists():
+            # Ends with this process, a little later.
+            server = subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
+            return EngineInfo(capabilities=frozenset(), pid=server.pid)
         return EngineInfo(capabilities=frozenset(), address=f"engine-{setup.index}")
 
     async def health(self):
@@ -561,6 +566,21 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     if signal_sent is signal.SIGKILL:
         with pytest.raises(EngineError, match=f"pid {pid}"):
             await engine.call("version")
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp_path, signal_sent):
+    """It holds the memory, and hears of its actor's end after Ray does."""
+    (tmp_path / "slow_to_go").touch()
+    (spec,) = engine_specs(tmp_path, 1)
+    spec = replace(spec, setup=replace(spec.setup, index=3))
+    (engine,), (info,) = await workers.launcher.start_engines([spec])
+    actor = await engine.call("version")
+    assert actor != info.pid
+    os.kill(actor, signal_sent)
+    await workers.launcher.end_engine(3)
+    assert not is_alive(actor)
+    assert not is_alive(info.pid)
 
 
 async def test_an_engine_over_two_machines_lives_and_dies_as_one(workers, tmp_path):

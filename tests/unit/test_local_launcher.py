@@ -86,6 +86,20 @@ async def test_a_failed_engine_gets_a_successor(specs, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stop_1", "stop_2", "stop_3", "stop_4"]
 
 
+async def test_one_that_cannot_be_stopped_leaves_no_other_running(specs, tmp_path, monkeypatch):
+    launcher = LocalLauncher()
+    (stuck, other), _ = await launcher.start_engines(specs)
+    number = await other.call("version")
+
+    async def call(method):
+        raise RuntimeError("cannot even be stopped")
+
+    monkeypatch.setattr(stuck, "call", call)
+    with pytest.raises(RuntimeError, match="cannot even be stopped"):
+        await launcher.stop()
+    assert [path.name for path in tmp_path.iterdir()] == [f"stop_{number}"]
+
+
 async def test_an_engine_that_was_ended_is_ended_once(specs, tmp_path):
     launcher = LocalLauncher()
     _, lost = (await launcher.start_engines(specs))[0]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from slime_compat.plugin import CompatFilter, CompatGenerator, CompatReward
 from slime_core.errors import PluginError, RewardError, RolloutError
@@ -284,6 +285,12 @@ def test_a_request_to_a_server_that_is_silent_has_an_end(write_module, silent_ur
         reward(folder, "old_generators.judged", **options).score(answered())
     with pytest.raises(httpx.TimeoutException, match=rf"{told} \(generate.request_timeout\)"):
         generate(folder, "helped", **options)
+
+
+def test_a_filter_has_no_limit_of_requests():
+    """It cannot wait for one where it decides, and threads that it starts do not know of any."""
+    with pytest.raises(ValidationError, match="request_timeout"):
+        CompatFilter.Config(path="any.keep", request_timeout=1.0)
 
 
 def test_an_answer_that_drips_has_an_end(write_module):

@@ -67,6 +67,7 @@ def test_what_differs_by_default_is_written_out(translate):
         ("--save runs/one/", "name", "one"),
         ("--sglang-mem-fraction-static 0.8", "engine.mem_fraction_static", 0.8),
         ("--sglang-server-concurrency 64", "rollout.concurrency", 64),
+        ("--router-queue-size 9 --router-policy random", "engine.router_options", {"queue_size": 9}),
         ("--tensor-model-parallel-size 2", "backend.tensor_model_parallel_size", 2),
         ("--moe-enable-deepep", "backend.moe_enable_deepep", True),
         ("--colocate --actor-num-gpus-per-node 4", "launcher.rollout_num_gpus", 4),
@@ -121,6 +122,17 @@ def test_a_custom_config_says_flags_and_args(translate, tmp_path):
     assert "--max-turns: of --custom-config-path: no flag, and no function of this run reads args" in err
 
 
+@pytest.mark.parametrize("policy", ["", "--router-policy random"])
+def test_options_of_a_router_that_is_not_started_are_told(translate, policy):
+    """A run file with options and no policy, or of another engine, would be refused."""
+    own = ("--engine", "local") if policy else ()
+    tables, err, code = translate(f"{policy} --router-balance-abs-threshold 5", own=own)
+    assert tables["engine"] == ("local" if policy else "sglang")
+    assert "--router-balance-abs-threshold: an option of sglang-router, which is not started" in err
+    assert ("--router-policy: an option of sglang-router" in err) == bool(policy)
+    assert code == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -131,9 +143,19 @@ def test_a_custom_config_says_flags_and_args(translate, tmp_path):
         ("--rollout-function-path my.rollout", r"--rollout-function-path: .*write a collector"),
         ("--keep-old-actor", r"--keep-old-actor: no second copy"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
+        ("--enable-mtp-trainin", r"--enable-mtp-trainin: unknown flag; close match: --enable-mtp-training"),
+        (
+            "--rollout-functions-path my",
+            r"--rollout-functions-path: unknown flag; close match: --rollout-function-path",
+        ),
+        ("--use-tiss", r"--use-tiss: unknown flag; close match: --use-tis"),
         ("--rm-type boxed_math", r"--rm-type: boxed_math: no reward of this name"),
         ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: there is no dropout here"),
         ("--lr fast", r'--lr: "fast": a number is wanted'),
+        ("--eps-clip 0,2", r'--eps-clip: "0,2": a number is wanted'),
+        ("--actor-num-nodes --colocate", r"--actor-num-nodes: wants a value"),
+        ("--rollout-seed 4.5", r'--rollout-seed: "4.5": a number is wanted'),
+        ("--hidden-dropout none", r'--hidden-dropout: "none": a number is wanted'),
         ("--lr-decay-style WSD", r"--lr-decay-style: WSD: there are constant, linear and cosine"),
         ("--ref-load other_torch_dist", r"--ref-load: other_torch_dist: no Hugging Face folder: `slime convert`"),
     ],

@@ -179,7 +179,15 @@ def test_what_does_not_go_together(options, words, monkeypatch):
 
 @pytest.mark.sglang
 def test_options_of_the_router_are_the_installed_ones():
-    given = {"balance_abs_threshold": "5", "cache_threshold": 0.5, "disable_retries": False}
+    given = {
+        "balance_abs_threshold": "5",
+        "cache_threshold": 0.5,
+        "disable_retries": False,
+        # Lists and tables, as TOML has them.
+        "prometheus_duration_buckets": [0.1, 1.0],
+        "cors_allowed_origins": ["http://here"],
+        "selector": {"app": "x"},
+    }
     assert SglangOptions(router_options=given).router_options == given | {"balance_abs_threshold": 5}
     wrong = {"balance_abs_treshold": 5, "policy": "random", "port": 30000, "retry_max_retries": "many"}
     with pytest.raises(ValidationError) as told:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml  # type: ignore[import-untyped]
 
 from slime_core.config.flags import Flag, bare_type, takes_many
 from slime_core.errors import ConfigError
+
+N = TypeVar("N", int, float)
 
 
 def said(words: Sequence[str], note: Callable[..., None]) -> Iterator[tuple[str, list[str]]]:
@@ -55,8 +57,13 @@ def typed_as(flag: Flag, word: str) -> Any:
     inner = bare_type(get_args(bare)[0]) if takes_many(bare) else bare
     if inner not in (int, float):
         return word
+    return number(word, inner)
+
+
+def number(word: str, kind: type[N]) -> N:
+    """ValueError if it is none."""
     try:
-        return inner(word)
+        return kind(word)
     except ValueError:
         raise ValueError(f'"{word}": a number is wanted') from None
 

@@ -9,7 +9,6 @@ from slime_compat.old_args import OldArgs
 from slime_compat.old_function import resolve, takes, wrong_form
 from slime_compat.old_sample import old_sample
 from slime_compat.plugin import OldFunctionConfig
-from slime_compat.requests import limited
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.errors import RolloutError
 from slime_core.types.sample import SampleGroup
@@ -30,7 +29,6 @@ class OldFilter(GroupFilter):
     def __init__(self, config: OldFunctionConfig) -> None:
         """PluginError if the function is not there, or takes something else."""
         self._path = config.path
-        self._request_timeout = config.request_timeout
         self._args = OldArgs(config.args, "rollout.filters.args")
         self._function = resolve(config.path, config.python_path, where="rollout.filters.path")
         if not takes(self._function, 2):
@@ -38,8 +36,7 @@ class OldFilter(GroupFilter):
 
     def decide(self, group: SampleGroup) -> FilterDecision:
         samples = [old_sample(sample) for sample in group.samples]
-        with limited(self._request_timeout, "request_timeout of the filter, in rollout.filters"):
-            told = self._function(self._args, samples)
+        told = self._function(self._args, samples)
         keep = getattr(told, "keep", told)
         # numpy and torch have their own bools.
         if keep is None or isinstance(keep, str) or not hasattr(keep, "__bool__"):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import numpy as np
 
+from slime_compat.plugin import REQUEST_TIMEOUT_S
 from slime_compat.written_tokens import WrittenTokens
 from slime_core.errors import RolloutError
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
@@ -133,7 +134,7 @@ class RequestLimit:
 
 
 request_limit: ContextVar[RequestLimit] = ContextVar("slime_compat_request_limit")
-OUTSIDE: Final = RequestLimit(600.0, "request_timeout")
+OUTSIDE: Final = RequestLimit(REQUEST_TIMEOUT_S, "no option says another limit here")
 """Of requests from threads that a function started itself, where nobody knows whose they are."""
 
 

@@ -7,14 +7,15 @@ counterpart. Defaults that differ are written out, so that what is trained stays
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from slime_compat import known_flags
-from slime_compat.flag_words import custom_config, guessed, said
+from slime_compat.flag_words import N, custom_config, guessed, number, said
 from slime_compat.known_flags import Missing
 from slime_compat.launch_line import LaunchLine
 from slime_core.registry import Registry
 
+D = TypeVar("D")
 SECRETS: Final = frozenset({"wandb-key"})
 FUNCTION_FLAGS: Final = ("custom-rm-path", "custom-generate-function-path", "dynamic-sampling-filter-path")
 """Functions that run here as they are."""
@@ -66,6 +67,19 @@ class Translation:
         words = self.given.get(name)
         self.done.add(name)
         return None if words is None else (words[-1] if words else "true")
+
+    def number(self, name: str, kind: type[N], default: D) -> N | D:
+        """As `take`. `default` where the flag is not said, and where its word is no number, which is noted."""
+        words = self.given.get(name)
+        self.done.add(name)
+        if words:
+            try:
+                return number(words[-1], kind)
+            except ValueError as error:
+                self.note(name, f"{error}", trains=True)
+        elif words is not None:
+            self.note(name, "wants a value", trains=True)
+        return default
 
     def put(self, path: str, value: Any) -> None:
         table = self.tables

@@ -37,7 +37,7 @@ class SglangOptions(DriverConfig):
     prefill_servers: int = Field(default=0, ge=0)
     """That many of the servers only read prompts, and the others only write answers (prefill/decode disaggregation, with
     sglang-router between them). Keys and values go over `disaggregation_transfer_backend`, which must be installed."""
-    router_options: dict[str, str | int | float | bool | list[str] | None] = Field(default_factory=dict)
+    router_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
     external_engine_addrs: tuple[str, ...] = ()
     """Servers that somebody else started, as `host:port` or URL, instead of own ones: `servers` of them for each

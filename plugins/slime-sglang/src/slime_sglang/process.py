@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from slime_core.process_group import group_gone
+
 STAMP: Final = re.compile(r"^\[[^\]]*\] ")
 """What SGLang's loggers begin a line with."""
 FATAL: Final = "hit an exception: "
@@ -24,6 +26,8 @@ SHOWN: Final = 300
 """Characters of a line."""
 LAST_LINES: Final = 25
 """Of the log, shown when a server dies."""
+END_S: Final = 10.0
+"""What processes that were killed get to give their devices back."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
 """What a log says where somebody else had the port first."""
 
@@ -136,10 +140,12 @@ class ServerProcess:
         return any(text in said for text in TAKEN)
 
     async def stop(self) -> None:
-        """The end of the whole group, at once: on SIGTERM SGLang drains, and then waits to collect diagnostics. Stopping
-        twice does nothing."""
+        """The end of the whole group, at once: on SIGTERM SGLang drains, and then waits to collect diagnostics. Returns when
+        all of it is gone: a scheduler, which holds the device's memory, is not what is waited for as a child. Stopping twice
+        does nothing."""
         self.kill()
         await asyncio.to_thread(self._process.wait)
+        await group_gone(self._process.pid, END_S)
 
     def kill(self) -> None:
         # What it started may outlive it.

@@ -33,9 +33,9 @@ def algorithm(translation: Translation) -> None:
         translation.note("advantage-estimator", f"{estimator}: unknown algorithm{told}", trains=True)
         estimator = "grpo"
     translation.put("algo.name", estimator)
-    clip = float(translation.take("eps-clip") or 0.2)
+    clip = translation.number("eps-clip", float, 0.2)
     translation.put("algo.eps_clip", clip)
-    translation.put("algo.eps_clip_high", float(translation.take("eps-clip-high") or clip))
+    translation.put("algo.eps_clip_high", translation.number("eps-clip-high", float, clip))
     translation.put("algo.aggregation", "token_mean" if translation.take("calculate-per-token-loss") else "seq_mean")
     kl(translation, estimator)
     corrections(translation)
@@ -45,7 +45,7 @@ def algorithm(translation: Translation) -> None:
 def kl(translation: Translation, estimator: str) -> None:
     """A coefficient that was said, and had no effect there, has an effect here: it is left out."""
     kind = translation.take("kl-loss-type") or "k1"
-    in_loss, in_reward = float(translation.take("kl-loss-coef") or 0), float(translation.take("kl-coef") or 0)
+    in_loss, in_reward = translation.number("kl-loss-coef", float, 0.0), translation.number("kl-coef", float, 0.0)
     translation.put("algo.kl_loss_type", kind)
     if "use-kl-loss" in translation.given:
         translation.put("algo.kl_loss_coef", in_loss)
@@ -61,7 +61,9 @@ def kl(translation: Translation, estimator: str) -> None:
 def corrections(translation: Translation) -> None:
     found: list[dict[str, Any]] = []
     tis = {
-        key: float(word) for key in ("tis_clip", "tis_clip_low") if (word := translation.take(key.replace("_", "-")))
+        key: clip
+        for key in ("tis_clip", "tis_clip_low")
+        if (clip := translation.number(key.replace("_", "-"), float, None)) is not None
     }
     custom = translation.take("custom-tis-function-path")
     if translation.take("use-tis") and custom is None:
@@ -73,15 +75,15 @@ def corrections(translation: Translation) -> None:
             "algo.corrections, with its options; another one is a plugin (slime.corrections), see slime-estimators",
             trains=True,
         )
-    delta = translation.take("opsm-delta")
+    delta = translation.number("opsm-delta", float, 1e-4)
     if translation.take("use-opsm"):
-        found.append({"name": "opsm", "opsm_delta": float(delta or 1e-4)})
+        found.append({"name": "opsm", "opsm_delta": delta})
     if found:
         translation.put("algo.corrections", found)
 
 
 def distillation(translation: Translation) -> None:
-    kind, coefficient = translation.take("opd-type"), float(translation.take("opd-kl-coef") or 1.0)
+    kind, coefficient = translation.take("opd-type"), translation.number("opd-kl-coef", float, 1.0)
     if not translation.take("use-opd"):
         return
     translation.put("algo.advantage_terms", [{"name": "reverse_kl", "opd_kl_coef": coefficient}])
@@ -93,8 +95,8 @@ def distillation(translation: Translation) -> None:
 
 def optimizer(translation: Translation) -> None:
     """Megatron's own defaults, where they differ."""
-    translation.put("train.weight_decay", float(translation.take("weight-decay") or 0.01))
-    translation.put("train.adam_beta2", float(translation.take("adam-beta2") or 0.999))
+    translation.put("train.weight_decay", translation.number("weight-decay", float, 0.01))
+    translation.put("train.adam_beta2", translation.number("adam-beta2", float, 0.999))
     style = translation.take("lr-decay-style") or "linear"
     if style in ("constant", "linear", "cosine"):
         translation.put("train.lr_decay_style", style)

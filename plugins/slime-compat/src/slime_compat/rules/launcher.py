@@ -6,8 +6,8 @@ from slime_compat.translation import Translation
 
 
 def launcher(translation: Translation) -> None:
-    nodes = int(translation.take("actor-num-nodes") or 1)
-    ranks = int(translation.take("actor-num-gpus-per-node") or 8)
+    nodes = translation.number("actor-num-nodes", int, 1)
+    ranks = translation.number("actor-num-gpus-per-node", int, 8)
     translation.put("launcher.actor_num_nodes", nodes)
     translation.put("launcher.actor_num_gpus_per_node", ranks)
     # One trainer rank needs no Ray; several do.
@@ -24,8 +24,8 @@ def launcher(translation: Translation) -> None:
     mode, transport = translation.take("update-weight-mode"), translation.take("update-weight-transport")
     if mode == "delta" or transport == "disk":
         translation.put("sync.transport", "delta" if mode == "delta" else "disk")
-    concurrency = translation.take("sglang-server-concurrency")
+    concurrency = translation.number("sglang-server-concurrency", int, None)
     if concurrency is not None:
-        translation.put("rollout.concurrency", int(concurrency))
+        translation.put("rollout.concurrency", concurrency)
     if translation.take("prefill-num-servers"):
         translation.note("prefill-num-servers", "say engine.servers, engine.prefill_servers and engine.router_policy")

@@ -35,7 +35,7 @@ def model(translation: Translation) -> None:
         )
     translation.take("enable-mtp-training")
     if "enable-mtp-training" in translation.given:
-        translation.put("backend.mtp_num_layers", int(translation.take("mtp-num-layers") or 1))
+        translation.put("backend.mtp_num_layers", translation.number("mtp-num-layers", int, 1))
 
 
 def other_folder(translation: Translation, flag: str, folder: str, hf: str | None) -> bool:

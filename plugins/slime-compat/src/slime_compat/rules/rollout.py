@@ -24,14 +24,15 @@ def data(translation: Translation) -> None:
                 translation.note(name, f"not valid JSON: {error}", trains=True)
     if translation.take("streaming-data"):
         translation.put("data.streaming", True)
-    translation.put("rollout.rollout_seed", int(translation.take("rollout-seed") or 42))
+    translation.put("rollout.rollout_seed", translation.number("rollout-seed", int, 42))
 
 
 def rollout(translation: Translation) -> None:
     if translation.line.asynchronous:
         translation.put("rollout.ahead", 1)
-    if temperature := translation.take("temperature"):
-        translation.put("rollout.rollout_temperature", float(temperature))
+    temperature = translation.number("temperature", float, None)
+    if temperature is not None:
+        translation.put("rollout.rollout_temperature", temperature)
     if translation.take("partial-rollout"):
         # There tokens may be of any age.
         translation.put("rollout.partial_rollout", True)

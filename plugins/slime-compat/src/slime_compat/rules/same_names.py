@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from slime_compat import known_flags
 from slime_compat.flag_words import guessed, typed_as
@@ -10,18 +10,6 @@ from slime_compat.translation import Translation
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, FlagTable, kernel_flags, takes_many
 from slime_core.errors import near_matches
-
-RULED_WORDS: Final = """
-    advantage-estimator loss-type eps-clip eps-clip-high calculate-per-token-loss kl-loss-type use-tis tis-clip
-    tis-clip-low custom-tis-function-path use-opsm opsm-delta use-opd kl-coef kl-loss-coef
-    opd-type opd-kl-coef weight-decay adam-beta2
-    lr-decay-style use-dynamic-batch-size hf-checkpoint save load ref-load save-hf actor-num-nodes
-    actor-num-gpus-per-node offload update-weight-mode update-weight-transport rm-type custom-rm-path group-rm
-    custom-generate-function-path dynamic-sampling-filter-path rollout-function-path use-wandb use-tensorboard
-    partial-rollout
-"""
-RULED: Final = frozenset(RULED_WORDS.split())
-"""Flags that have a rule of their own, for near matches."""
 
 
 def same_names(translation: Translation) -> None:
@@ -44,12 +32,14 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
         translation.missing(name, known_flags.MISSING[name])
     elif name in known_flags.SHAPE:
-        if name.endswith("-dropout") and float("".join(words[-1:]) or 0):
+        if name.endswith("-dropout") and translation.number(typed, float, 0.0):
             translation.note(
                 name, f"{words[-1]}: there is no dropout here, since log-probs would be random", trains=True
             )
     elif name in known_flags.WITHOUT_EFFECT:
         translation.note(name, known_flags.WITHOUT_EFFECT[name])
+    elif name.startswith("router-") and (found is None or name != "router-policy"):
+        of_router(translation, name, words)
     elif found is not None and found.field.exclude:
         # A plugin has it to refuse it, with the reason.
         translation.note(
@@ -59,12 +49,18 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         set_key(translation, typed, words, found, negated)
     elif name.startswith("sglang-"):
         of_engine(translation, name, words)
-    elif name.startswith("router-"):
-        translation.note(name, "an option of sglang-router: say it in engine.router_options, with engine.router_policy")
     elif name in known_flags.MEGATRON:
         of_megatron(translation, name, words)
     else:
-        known = {*flags.by_name, *known_flags.MISSING, *known_flags.WITHOUT_EFFECT, *known_flags.MEGATRON, *RULED}
+        # Whatever a rule has looked for is among the done, said or not.
+        known = {
+            *translation.done,
+            *flags.by_name,
+            *known_flags.OTHER_HOOKS,
+            *known_flags.MISSING,
+            *known_flags.WITHOUT_EFFECT,
+            *known_flags.MEGATRON,
+        }
         close = near_matches(name, known)
         told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
         if typed not in translation.of_file:
@@ -97,6 +93,18 @@ def of_engine(translation: Translation, name: str, words: list[str]) -> None:
         translation.note(name, f'an option of SGLang; the engine is "{translation.engine}"')
         return
     translation.put(f"engine.{name.removeprefix('sglang-').replace('-', '_')}", guessed(words))
+
+
+def of_router(translation: Translation, name: str, words: list[str]) -> None:
+    """There it always stood before the servers; here only where a policy is said."""
+    if translation.engine != "sglang" or "router-policy" not in translation.given:
+        translation.note(
+            name,
+            "an option of sglang-router, which is not started: policies are router.middlewares; or say engine.router_policy, "
+            "and this in engine.router_options",
+        )
+        return
+    translation.put(f"engine.router_options.{name.removeprefix('router-').replace('-', '_')}", guessed(words))
 
 
 def of_megatron(translation: Translation, name: str, words: list[str]) -> None:

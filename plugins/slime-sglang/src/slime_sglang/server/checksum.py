@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,13 +27,16 @@ REORDERED: Final = (
     "use_triton_kernels",
 )
 """What is true of a quantisation method whose kernel wants experts in an order of its own."""
+PUBLISHED_ONE_BY_ONE: Final = re.compile(r"model\.layers\.\d+\.mlp\.experts")
+"""Where experts are whose files have a gate_proj, an up_proj and a down_proj for each. Mixtral's are called otherwise, and
+those beside a vision tower are one tensor."""
 
 
 def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
     """xxh3-64 (hex) over all weights in the order of their Hugging Face names, without names or lengths; and of each.
 
     Raises NotImplementedError for a tensor whose Hugging Face parts are not known (quantised, of latent attention, or
-    experts in the order of a kernel).
+    experts in the order of a kernel, or that files have in another form).
     """
     import torch
 
@@ -103,6 +107,8 @@ def experts(name: str, module: Any, tensor: Tensor, width: int | None) -> Iterat
     if not plain or any(getattr(method, said, False) for said in REORDERED) or tensor.dim() != 3:
         raise NotImplementedError(f"{ACTION}: {name} of {tuple(tensor.shape)} is in the order of a kernel")
     path, _, own = name.rpartition(".")
+    if PUBLISHED_ONE_BY_ONE.fullmatch(path) is None:
+        raise NotImplementedError(f"{ACTION}: what {name} is called in files is not known")
     for number, expert in enumerate(tensor):
         if own == "w2_weight":
             yield f"{path}.{number}.down_proj.weight", expert[:, :width]
