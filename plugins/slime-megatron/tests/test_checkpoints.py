@@ -21,6 +21,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+WEIGHTS = MOMENTS | {"bf16": True, "main_params_dtype": "bf16"}
 FLOAT32 = 1e-4
 """Of a weight after a step of Adam, whose direction rounding can turn where a gradient is next to nothing."""
 
@@ -53,6 +54,8 @@ def layouts(tmp_path_factory):
         "moments": case(2, DISTRIBUTED | MOMENTS, save=str(kept / "moments")),
         "moments to itself": case(2, DISTRIBUTED | MOMENTS, load=str(kept / "moments")),
         "moments to tp2-sp": case(2, TP2 | MOMENTS, load=str(kept / "moments")),
+        "weights": case(2, TP2 | WEIGHTS, save=str(kept / "weights")),
+        "weights to itself": case(2, TP2 | WEIGHTS, load=str(kept / "weights")),
     }
     return run_layouts(tmp_path_factory.mktemp("layouts"), cases)
 
@@ -64,7 +67,7 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
         assert float((got["after"][name] - tensor).abs().max()) <= FLOAT32, name
 
 
-@pytest.mark.parametrize("case", ["one", "tp2-sp", "dp2-distributed", "moments"])
+@pytest.mark.parametrize("case", ["one", "tp2-sp", "dp2-distributed", "moments", "weights"])
 def test_what_was_written_beside_a_step_is_what_was_saved(layouts, case):
     """But for `.metadata`, in which torch gives each save a number and notes its folder."""
     layouts.ranks(case)
@@ -98,8 +101,9 @@ def test_moments_in_bfloat16_are_near(layouts):
     assert 1e-6 < apart < 5e-4
 
 
-def test_moments_in_bfloat16_go_on_to_the_bit(layouts):
-    (expected, *_), (got, *_) = layouts.ranks("moments"), layouts.ranks("moments to itself")
+@pytest.mark.parametrize("kept", ["moments", "weights"])
+def test_what_is_kept_in_bfloat16_goes_on_to_the_bit(layouts, kept):
+    (expected, *_), (got, *_) = layouts.ranks(kept), layouts.ranks(f"{kept} to itself")
     assert all(torch.equal(got["after"][name], tensor) for name, tensor in expected["next"].items())
 
 

@@ -75,6 +75,49 @@ def test_moments_in_bfloat16(place):
     assert 0 < float(apart) < 2e-3
 
 
+def test_weights_in_bfloat16(place):
+    """The optimiser has no copy of them, and goes where the one with float32 weights goes, whose steps are a neighbour's
+    distance or less; gradients are added in float32 as before."""
+    training = TrainingBatch.make()
+    kept = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "bf16"}
+    before, after, norms = {}, {}, {}
+    for name, options in {"float32": {}, "bfloat16": kept}.items():
+        with opened(backend(bf16=True, **options), place, optimizer=ADAM) as one:
+            own = one.backend._trainer.tensors.values()
+            before[name] = torch.cat([tensor.float().flatten() for tensor in one.weights().values()])
+            norms[name] = [
+                one.backend.train_step(training.micros(SPLITS[-1]), objective_of()).grad_norm for _ in range(6)
+            ]
+            after[name] = torch.cat([tensor.float().flatten() for tensor in one.weights().values()])
+            from slime_megatron.optimizer import parts_of
+
+            stepped = [p for part in parts_of(one.backend._trainer.optimizer) for p in part.get_parameters()]
+            state = [s for part in parts_of(one.backend._trainer.optimizer) for s in part.optimizer.state.values()]
+            if options:
+                assert {id(tensor) for tensor in stepped} <= {id(tensor) for tensor in own}
+                assert {x.dtype for s in state for x in s.values() if x.dim()} == {torch.bfloat16}
+    assert norms["bfloat16"][0] == pytest.approx(norms["float32"][0], rel=1e-5)
+    moved = (after["float32"] - before["float32"]).norm()
+    assert 0 < (after["bfloat16"] - after["float32"]).norm() < 0.35 * moved
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fp16": True}, "say bf16 = true"),
+        ({"bf16": False}, "say bf16 = true"),
+        ({"use_distributed_optimizer": True}, "one of them out"),
+        ({"optimizer_cpu_offload": True}, "backend.optimizer_cpu_offload = true"),
+    ],
+)
+def test_weights_in_bfloat16_are_refused_beside(options, words, place):
+    config = Megatron.Config(main_params_dtype="bf16", **options)
+    (problem,) = Megatron.problems(config, 1, {"model_type": "qwen3"})
+    assert words in problem
+    with pytest.raises(ConfigError, match="on the CPU it needs bf16"), opened(backend(main_params_dtype="bf16"), place):
+        pass
+
+
 def test_moments_are_refused_where_there_are_none(place):
     with pytest.raises(ConfigError, match="no moments"), opened(backend(exp_avg_dtype="bf16"), place):
         pass

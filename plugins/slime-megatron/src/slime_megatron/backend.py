@@ -254,8 +254,11 @@ class MegatronBackend(TrainBackend):
         """Of the whole model, whatever the layout."""
         trainer = self._ready
         plain = {name: value for name, value in trainer.architecture.options.items() if not callable(value)}
+        rounded = self._config.main_params_dtype == "bf16"
         return {
             **plain,
+            # Checkpoints with float32 weights do not say so.
+            **({"main_params_dtype": "bf16"} if rounded else {}),
             "vocab_size": trainer.architecture.vocab_size,
             "head": trainer.setup.head,
             "optimizer": trainer.setup.optimizer.optimizer,

@@ -47,7 +47,8 @@ def make_optimizer(
         "adam_eps": config.adam_eps,
         "clip_grad": config.clip_grad,
         "use_distributed_optimizer": distributed,
-        "bf16": placement.dtype == torch.bfloat16,
+        # Not of an optimiser that steps on the weights themselves: Megatron would make a float32 copy.
+        "bf16": placement.dtype == torch.bfloat16 and options.main_params_dtype == "fp32",
         "fp16": placement.dtype == torch.float16,
         "params_dtype": placement.dtype,
     }
@@ -59,25 +60,28 @@ def make_optimizer(
             f'train.optimizer = "{config.optimizer}": it has no sgd_momentum; leave backend.sgd_momentum out.'
         )
     record = MegatronOptimizerConfig(**fields)
-    if options.rounds_moments and config.optimizer != "adam":
+    if options.rounds_state and config.optimizer != "adam":
         raise ConfigError(
-            f'train.optimizer = "{config.optimizer}": it has no moments; leave backend.exp_avg_dtype and exp_avg_sq_dtype out.'
+            f'train.optimizer = "{config.optimizer}": it has no moments, and float32 weights; leave backend.main_params_dtype, '
+            "exp_avg_dtype and exp_avg_sq_dtype out."
         )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with float_types_of_cuda(parameters) if placement.device.type == "cpu" else nullcontext():
         optimizer = get_megatron_optimizer(record, list(chunks))
     for part in parts_of(optimizer):
         as_plain_adamw(part)
-    if options.rounds_moments:
+    if options.rounds_state:
         for part in parts_of(optimizer):
             if part.optimizer is not None:
-                part.optimizer = with_rounded_moments(part.optimizer, config, options)
+                part.optimizer = with_rounded_state(part.optimizer, config, options)
+    if options.main_params_dtype == "bf16":
+        for parameter in parameters:
+            # Its gradient is the float32 sum over micro-batches.
+            parameter.grad_dtype = None  # type: ignore[attr-defined]
     return optimizer
 
 
-def with_rounded_moments(
-    adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions
-) -> RoundedAdamW:
+def with_rounded_state(adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions) -> RoundedAdamW:
     """In its place: over the same groups, which Megatron goes on holding."""
     rounded = RoundedAdamW(
         # Those of Megatron may be views, which torch's own check refuses.

@@ -51,6 +51,9 @@ class MegatronOptions(DriverConfig):
     goes on elsewhere goes on in what it began in: say it there."""
     fp16: bool = False
     """Compute in float16 with a loss scale."""
+    main_params_dtype: StoredDtype = "fp32"
+    """What the optimiser steps on. bf16: the weights themselves, rounded stochastically, with no float32 copy; every
+    data-parallel rank has all of them and of their moments then. Adam in bfloat16 only."""
     exp_avg_dtype: StoredDtype = "fp32"
     """What Adam's first moment is kept in; with or without Transformer Engine."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
@@ -68,8 +71,8 @@ class MegatronOptions(DriverConfig):
     """Regular expressions: if any is given, only parameters that match one are trained."""
 
     @property
-    def rounds_moments(self) -> bool:
-        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+    def rounds_state(self) -> bool:
+        return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     @property
     def shape(self) -> Shape:
@@ -191,13 +194,22 @@ class Megatron(BackendDriver):
             problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
         if config.fp16 and config.bf16:
             problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
-        if config.rounds_moments:
+        if config.rounds_state:
             problems += [
-                f"backend.{name} = true: it keeps moments in a way of its own; leave backend.exp_avg_dtype and "
-                "exp_avg_sq_dtype out, or it."
+                f"backend.{name} = true: it keeps its state in a way of its own; leave backend.main_params_dtype, "
+                "exp_avg_dtype and exp_avg_sq_dtype out, or it."
                 for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
                 if getattr(config, name, None)
             ]
+        if config.main_params_dtype == "bf16":
+            given = 'backend.main_params_dtype = "bf16"'
+            if config.fp16 or config.bf16 is False:
+                problems.append(f"{given}: weights that are kept so are computed with so; say bf16 = true.")
+            if config.use_distributed_optimizer:
+                problems.append(
+                    f"{given}, use_distributed_optimizer = true: Megatron's steps on float32 copies that ranks share. Leave "
+                    "one of them out."
+                )
         if config.mtp_num_layers:
             problems += prediction_problems(config, model_config)
         problems += option_problems(given_options(config), experts_of(model_config))

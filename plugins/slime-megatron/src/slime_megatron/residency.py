@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from slime_megatron.offload import move_main_weights
 from slime_megatron.optimizer import parts_of
@@ -21,6 +22,8 @@ def to_host(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, weights: boo
         for part in parts_of(optimizer):
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 move_main_weights(part.optimizer, torch.device("cpu"))
+            elif isinstance(part, FP32Optimizer):
+                move_state(part.optimizer, torch.device("cpu"))
             else:
                 part.offload_to_cpu()
     for buffer in buffers:
@@ -56,8 +59,18 @@ def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, others: bo
     for part in parts_of(optimizer) if others else ():
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             move_main_weights(part.optimizer, torch.device("cuda", device))
+        elif isinstance(part, FP32Optimizer):
+            move_state(part.optimizer, torch.device("cuda", device))
         else:
             part.restore_from_cpu()
+
+
+def move_state(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    """Of an optimiser that steps on the model's own weights, which Megatron would take along. Counts stay on the host."""
+    for state in [] if optimizer is None else optimizer.state.values():
+        for name, value in state.items():
+            if value.dim():
+                state[name] = value.to(device)
 
 
 def buffers_of(chunks: Sequence[Any]) -> list[Any]:

@@ -84,9 +84,12 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
         model_parallel_cuda_manual_seed(setup.seed)
     distributed = options.use_distributed_optimizer
     if distributed is None:
-        distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam"
+        copies_weights = options.main_params_dtype == "fp32"
+        distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam" and copies_weights
     if distributed and setup.optimizer.optimizer != "adam":
         raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")
+    if options.main_params_dtype == "bf16" and placement.dtype != torch.bfloat16:
+        raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs bf16 = true too.')
     given = {name: value for of in RECORDS for name, value in megatron_options(options, of).items()}
     refused = partial(told_by_megatron, given, megatron_folder())
     with refused():
