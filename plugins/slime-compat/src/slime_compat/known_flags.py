@@ -73,7 +73,6 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "num-data-workers": "rows are read as they are drawn",
     "num-workers": "rows are read as they are drawn",
     "rollout-global-dataset": "this is the default",
-    "router-balance-abs-threshold": "see router.middlewares",
     "train-env-vars": "say it in the environment of the run",
     "transformer-impl": "Transformer Engine is used where it is installed",
     "update-weight-buffer-size": "the transport's own bucket size, see `slime config explain bucket_bytes`",

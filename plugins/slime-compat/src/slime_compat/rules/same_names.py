@@ -22,6 +22,9 @@ RULED_WORDS: Final = """
 """
 RULED: Final = frozenset(RULED_WORDS.split())
 """Flags that have a rule of their own, for near matches."""
+ROUTER_PREFIXES: Final = ("router-", "sglang-router-")
+ROUTER_TIMEOUT: Final = "sglang-router-request-timeout-secs"
+"""Of a request."""
 
 
 def same_names(translation: Translation) -> None:
@@ -43,6 +46,8 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         translation.missing(name, known_flags.OTHER_HOOKS[name])
     elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
         translation.missing(name, known_flags.MISSING[name])
+    elif name.startswith(ROUTER_PREFIXES):
+        of_router(translation, name, words, flags)
     elif name in known_flags.SHAPE:
         if name.endswith("-dropout") and float("".join(words[-1:]) or 0):
             translation.note(
@@ -59,8 +64,6 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         set_key(translation, typed, words, found, negated)
     elif name.startswith("sglang-"):
         of_engine(translation, name, words)
-    elif name.startswith("router-"):
-        translation.note(name, "an option of sglang-router: say it in engine.router_options, with engine.router_policy")
     elif name in known_flags.MEGATRON:
         of_megatron(translation, name, words)
     else:
@@ -97,6 +100,33 @@ def of_engine(translation: Translation, name: str, words: list[str]) -> None:
         translation.note(name, f'an option of SGLang; the engine is "{translation.engine}"')
         return
     translation.put(f"engine.{name.removeprefix('sglang-').replace('-', '_')}", guessed(words))
+
+
+def of_router(translation: Translation, name: str, words: list[str], flags: FlagTable) -> None:
+    """There sglang-router stands in front of all engines; here in front of an engine's servers, if a policy is chosen."""
+    option = next(name.removeprefix(prefix) for prefix in ROUTER_PREFIXES if name.startswith(prefix))
+    flag = f"router-{option}"
+    found, negated = flags.find(flag)
+    there = [known for known, of in flags.by_name.items() if "router_options" in of.path[:-1] and known == of.name]
+    if translation.engine != "sglang":
+        translation.note(name, f'an option of sglang-router; the engine is "{translation.engine}"')
+    elif name == ROUTER_TIMEOUT:
+        translation.put("engine.request_timeout", guessed(words))
+    elif option != "policy" and "router-policy" not in translation.given:
+        translation.note(
+            name,
+            "a router stands in front of an engine's servers where one is asked for: say --router-policy cache_aware and "
+            f"--{flag}, with --sglang-servers; which engine gets a request is up to router.middlewares",
+        )
+    elif found is not None:
+        set_key(translation, name, words, found, negated)
+    elif there:
+        close = near_matches(flag, there)
+        told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
+        translation.note(name, f"the installed sglang-router has no --{flag} that a run may give{told}")
+    else:
+        # It is checked where a router is installed.
+        translation.put(f"engine.router_options.{option.replace('-', '_')}", guessed(words))
 
 
 def of_megatron(translation: Translation, name: str, words: list[str]) -> None:
