@@ -42,6 +42,7 @@ class EngineSpecs:
                 transport=None if self.run.transport is None else self.run.transport.entry.name,
                 routed_experts=self.run.routing_replay is RoutingReplay.ROLLOUT,
                 true_on_policy=self.run.algo.keys.true_on_policy_mode,
+                records=self.run.records_schedule,
             )
             for index in range(launcher.num_engines)
         ]

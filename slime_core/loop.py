@@ -188,6 +188,7 @@ async def run_loop(session: Session) -> None:
             due = session.is_due(step)
             # Logged before it is saved: a checkpoint never knows of a step that the record does not.
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
+            await saving.keep_schedule()
             if due.save:
                 await session.evaluated()
                 await saving.save(await schedule.at_rest())

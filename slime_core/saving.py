@@ -50,6 +50,18 @@ class Saving:
         else:
             self._tell(state, session.store.complete(unfinished), began)
 
+    async def keep_schedule(self) -> None:
+        """Writes down what decided the bits since the last step: engines and pool would keep it until the next checkpoint,
+        and there may be none before the end."""
+        session = self._session
+        if session.schedule is None:
+            return
+        engines = {} if session.client is None else await session.client.ask("recorded")
+        heard, session.record.heard = session.record.heard, []
+        # What follows the loss of an engine cannot be repeated.
+        if session.client is None or not session.client.num_lost:
+            session.schedule.add(engines, heard)
+
     async def completed(self) -> None:
         """Returns when no checkpoint is being written; raises what kept one from being complete."""
         if self._beside is not None:

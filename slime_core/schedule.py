@@ -1,7 +1,7 @@
 """schedule.jsonl: what decided the bits of a run whose order depends on time. With it another run does the same.
 
 A line is the identity of the run (first of all), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A
-resumed run cuts the file at its checkpoint.
+resumed run cuts the file at its checkpoint, and what is repeated ends with the last one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedSchedule:
 
 
 class ScheduleFile:
-    """Appended to at every checkpoint."""
+    """Appended to after every step, and at every checkpoint."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, resumed_at: int | None) -> None:
         """`identity`: `slime_core.manifest.replay_identity`. `resumed_at`: the step of the checkpoint that the run goes on
@@ -48,6 +48,10 @@ class ScheduleFile:
             broken = f"there the run was resumed with other settings ({told(changed)})"
             self._append([{"checkpoint": resumed_at, "broken": broken}])
 
+    def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> None:
+        """What was heard since the last call."""
+        self._append(lines_of(engines, pool))
+
     def checkpoint(
         self,
         rollout_id: int,
@@ -56,26 +60,32 @@ class ScheduleFile:
         *,
         broken: str | None = None,
     ) -> None:
-        """Before the checkpoint itself is written. `broken`: why what led to it cannot be repeated."""
-        lines: list[dict[str, Any]] = [
-            {"engine": index, "events": events} for index, events in engines.items() if events
-        ]
-        lines.append({"pool": pool})
-        lines.append({"checkpoint": rollout_id} | ({} if broken is None else {"broken": broken}))
-        self._append(lines)
+        """As `add`, before the checkpoint itself is written. `broken`: why what led to it cannot be repeated."""
+        mark = {"checkpoint": rollout_id} | ({} if broken is None else {"broken": broken})
+        self._append([*lines_of(engines, pool), mark])
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with self._path.open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [{"engine": index, "events": events} for index, events in engines.items() if events]
+    return [*lines, {"pool": pool}] if pool else lines
+
+
 def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
     """The lines of what a checkpoint holds; none if it is not spoken of."""
-    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    lines = whole_lines(path)
     for place, line in enumerate(lines):
         if line.get("checkpoint") == rollout_id:
             return lines[: place + 1]
     return []
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Without one that a killed run broke off."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def told(changed: Sequence[str]) -> str:
@@ -86,7 +96,7 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
     """ConfigError if it is not one, or was recorded by a run of another identity (`slime_core.manifest.replay_identity`)."""
     where = f"--replay-schedule {path}"
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = whole_lines(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot be read: {error}. A run with --ahead 2 or more leaves one.") from error
     if not lines or "run" not in lines[0]:
@@ -101,7 +111,9 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
     engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
     pool: list[News] = []
     requests: list[defaultdict[str, list[int]]] = [defaultdict(list)]
-    for line in lines:
+    # A run that was killed had gone on from its last checkpoint, and no step says how far.
+    last = max((place for place, line in enumerate(lines) if "checkpoint" in line), default=0)
+    for line in lines[: last + 1]:
         if "broken" in line:
             raise ConfigError(f"{where}: cannot be repeated beyond step {line['checkpoint']}: {line['broken']}.")
         if "attempt" in line:

@@ -115,7 +115,7 @@ async def start(
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
-        if run.collector.driver.across_steps:
+        if run.records_schedule:
             session.schedule = ScheduleFile(
                 folder.schedule,
                 replay_identity(manifest),

@@ -274,6 +274,11 @@ class BoundRun:
         return not recorded and bool(self.collector.driver.reads_prompts(self.collector.config))
 
     @property
+    def records_schedule(self) -> bool:
+        """Whether time decides the order of the run, so that what it decided is written down."""
+        return bool(self.collector.driver.across_steps)
+
+    @property
     def rollout_seed(self) -> int:
         return self.config.rollout_seed
 

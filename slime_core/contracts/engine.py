@@ -106,6 +106,8 @@ class EngineSetup:
     a score head. Only with `Capability.HTTP`."""
     true_on_policy: bool = False
     """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
+    records: bool = False
+    """`recorded` will be called, after every step. Without, nobody asks what came to it, and it need not be kept."""
 
     @property
     def devices_here(self) -> int:
@@ -189,7 +191,7 @@ class RolloutEngine(ABC):
         raise NotImplementedError
 
     async def recorded(self) -> Sequence[EngineEvent]:
-        """What came to it since the last call; nothing of an engine without REPLAY."""
+        """What came to it since the last call; nothing of an engine without REPLAY, or that was started without `records`."""
         return ()
 
     async def follow(self, events: Sequence[EngineEvent]) -> None:

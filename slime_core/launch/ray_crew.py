@@ -149,6 +149,10 @@ class Crew:
             ray.kill(member.actor)
         for farewell in farewells:
             farewell.cancel()
+        if failed:
+            # Others take their places, again and again; a run that ends may yet hear of them.
+            for member in self._members:
+                self._roster.members.pop(member.actor_id, None)
         results = await asyncio.gather(*farewells, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not failed_before:

@@ -537,6 +537,7 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     """In the same place, from the same spec; the neighbour and the trainers do not notice."""
     engine, neighbour = workers.engines
     pid = await engine.call("version")
+    on_roster = len(workers.launcher._roster.members)
     if signal_sent is signal.SIGKILL:
         stream = engine.generate(requests(6000))
         waiting = asyncio.ensure_future(anext(stream))
@@ -562,6 +563,7 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     assert completion.engine_index == 0
     assert await neighbour.call("version") != info.pid
     assert len(ray.util.placement_group_table()) == groups
+    assert len(workers.launcher._roster.members) == on_roster
     # The dead one's calls are errors still, and at once.
     if signal_sent is signal.SIGKILL:
         with pytest.raises(EngineError, match=f"pid {pid}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from slime_core.testing.fast_clock import run_fast
 from slime_core.testing.scripted_engine import EngineInLoop
 from slime_core.testing.simulated_run import Numbers, Simulation
 from slime_core.testing.timed_engine import TimedEngine
+from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.schedule import EngineEvent, EventKind
 
 SAMPLES = 2
@@ -707,6 +708,72 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
     ScheduleFile(path, {**this, "train": {"lr": 1.0, "num_rollout": 9}}, resumed_at=4)
     with pytest.raises(ConfigError, match=r"beyond step 4: .* other settings \(train.num_rollout: 6 -> 9\)"):
         read_schedule(path, this)
+
+
+def test_what_is_repeated_ends_with_the_last_checkpoint(tmp_path: Path) -> None:
+    """A killed run has written down more, the last of it in part."""
+    path = tmp_path / "schedule.jsonl"
+    events = [EngineEvent(at, EventKind.SUBMIT, (f"r{at}",)) for at in range(4)]
+    schedule = ScheduleFile(path, {}, resumed_at=None)
+    schedule.add({0: events[:1]}, [News(NewsKind.STEP, 0)])
+    assert read_schedule(path, {}).engines == {}
+    schedule.add({0: [], 1: []}, [])
+    schedule.checkpoint(2, {0: events[1:2]}, [])
+    schedule.add({0: events[2:3]}, [News(NewsKind.STEP, 1)])
+    with path.open("a") as file:
+        file.write('{"engine": 0, "ev')
+    found = read_schedule(path, {})
+    assert (found.engines, found.pool) == ({0: events[:2]}, [News(NewsKind.STEP, 0)])
+    assert found.requests == [{"r0": [0], "r1": [0]}]
+    ScheduleFile(path, {}, resumed_at=2).checkpoint(3, {0: events[3:]}, [])
+    assert read_schedule(path, {}).engines[0] == [*events[:2], EngineEvent(0, EventKind.RESTART), events[3]]
+
+
+class Remembering(TimedEngine):
+    """Keeps what came to it until it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=8, rate=lambda running: 1.0, length=answer_length)
+        self.kept: list[EngineEvent] = []
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        self.kept.append(EngineEvent(0, EventKind.SUBMIT, tuple(request.request_id for request in requests)))
+        async for completion in super().stream(requests):
+            yield completion
+
+    async def recorded(self) -> Sequence[EngineEvent]:
+        kept, self.kept = self.kept, []
+        return kept
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_what_decided_the_order_leaves_memory_with_its_step(tmp_path: Path, loses: bool) -> None:
+    """In a run of 40 steps without a checkpoint before the end. Once an engine was lost, it is thrown away."""
+    heard, path = [], tmp_path / "schedule.jsonl"
+    engine, free = Remembering(), Remembering()
+    whole = simulate(tmp_path / "free", steps=40, rollout=MODES["fully asynchronous"], engines=[free])
+    at_once = whole.session()
+    run_fast(run_loop(at_once))
+
+    def look(version: int, groups: Sequence[Any]) -> None:
+        heard.append((len(session.record.heard), len(engine.kept)))
+
+    simulation = simulate(
+        tmp_path / "kept", steps=40, rollout=MODES["fully asynchronous"], engines=[engine], observe=look
+    )
+    session = simulation.session()
+    assert session.client is not None
+    session.schedule = ScheduleFile(path, {}, resumed_at=None)
+    session.client.num_lost = int(loses)
+    run_fast(run_loop(session))
+    assert max(pool for pool, _ in heard) < len(at_once.record.heard) / 10
+    assert max(kept for _, kept in heard) < len(free.kept) / 10
+    if loses:
+        assert "events" not in path.read_text()
+        return
+    found = read_schedule(path, {})
+    assert [*found.pool, *session.record.heard] == at_once.record.heard
+    assert found.engines == {0: free.kept}
 
 
 @pytest.mark.parametrize("cause", ["stop", "error"])

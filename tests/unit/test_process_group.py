@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from slime_core.process_group import group_gone, has_processes
+from slime_core.process_group import group_gone, has_ended, processes_of
 
 SPAWNS = (
     "import subprocess, sys; print(subprocess.Popen(['sleep', sys.argv[1]], stdout=subprocess.DEVNULL).pid, flush=True)"
@@ -28,7 +28,7 @@ def started():
 
     yield start
     for group in groups:
-        if has_processes(group):
+        if not all(map(has_ended, processes_of(group))):
             os.killpg(group, signal.SIGKILL)
 
 
@@ -59,5 +59,5 @@ def test_what_nobody_collects_is_gone():
     zombie = subprocess.Popen(["true"], start_new_session=True)
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     os.killpg(zombie.pid, 0)
-    assert not has_processes(zombie.pid)
+    assert all(map(has_ended, processes_of(zombie.pid)))
     zombie.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from slime_compat.command import main
 from slime_compat.launch_line import from_script
+from slime_sglang.server_args import ServerOption
 
 LAUNCH = Path(__file__).parent / "launch"
 LINE = (
@@ -68,6 +69,8 @@ def test_what_differs_by_default_is_written_out(translate):
         ("--sglang-mem-fraction-static 0.8", "engine.mem_fraction_static", 0.8),
         ("--sglang-server-concurrency 64", "rollout.concurrency", 64),
         ("--router-queue-size 9 --router-policy random", "engine.router_options", {"queue_size": 9}),
+        ("--sglang-router-request-timeout-secs 360", "engine.request_timeout", 360.0),
+        ("--router-policy random", "engine.router_policy", "random"),
         ("--tensor-model-parallel-size 2", "backend.tensor_model_parallel_size", 2),
         ("--moe-enable-deepep", "backend.moe_enable_deepep", True),
         ("--colocate --actor-num-gpus-per-node 4", "launcher.rollout_num_gpus", 4),
@@ -122,17 +125,6 @@ def test_a_custom_config_says_flags_and_args(translate, tmp_path):
     assert "--max-turns: of --custom-config-path: no flag, and no function of this run reads args" in err
 
 
-@pytest.mark.parametrize("policy", ["", "--router-policy random"])
-def test_options_of_a_router_that_is_not_started_are_told(translate, policy):
-    """A run file with options and no policy, or of another engine, would be refused."""
-    own = ("--engine", "local") if policy else ()
-    tables, err, code = translate(f"{policy} --router-balance-abs-threshold 5", own=own)
-    assert tables["engine"] == ("local" if policy else "sglang")
-    assert "--router-balance-abs-threshold: an option of sglang-router, which is not started" in err
-    assert ("--router-policy: an option of sglang-router" in err) == bool(policy)
-    assert code == 0
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -176,6 +168,39 @@ def test_what_has_no_effect_is_told_and_is_a_success(translate):
         assert flag in err
     assert "kl_coef" not in tables["algo"]
     assert "kl_loss_coef" not in tables["algo"]
+
+
+@pytest.mark.parametrize("prefix", ["--router-", "--sglang-router-"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_options_of_the_router_keep_their_names(translate, monkeypatch, prefix, installed):
+    """Of the installed one they are flags; elsewhere nobody knows them, and they are checked where it is."""
+    known = {name: ServerOption(name, kind, "Doc.") for name, kind in (("max_payload_size", int), ("dp_aware", bool))}
+    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known if installed else {})
+    tables, err, code = translate(f"--router-policy cache_aware {prefix}max-payload-size 5 {prefix}dp-aware")
+    assert (err, code) == ("", 0)
+    assert tables["engine"] == {
+        "name": "sglang",
+        "router_policy": "cache_aware",
+        "router_options": {"max_payload_size": 5, "dp_aware": True},
+    }
+
+
+def test_options_of_the_router_that_are_left_out_name_the_flags_here(translate, monkeypatch):
+    known = {"max_payload_size": ServerOption("max_payload_size", int, "Doc.")}
+    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
+    for flag in ("--router-max-payload-size", "--sglang-router-max-payload-size"):
+        tables, err, code = translate(f"{flag} 5")
+        assert (tables["engine"], code) == ("sglang", 0)
+        assert f"{flag}: a router stands" in err
+        assert "say --router-policy cache_aware and --router-max-payload-size, with --sglang-servers" in err
+    _, err, _ = translate("--router-policy random --sglang-router-max-payload-sise 5 --router-prometheus-port 1")
+    assert "has no --router-max-payload-sise that a run may give; close match: --router-max-payload-size" in err
+    assert "--router-prometheus-port: the installed sglang-router has no --router-prometheus-port that" in err
+    _, err, _ = translate("--router-policy random", own=["--engine", "local"])
+    assert '--router-policy: an option of sglang-router; the engine is "local"' in err
+    _, err, _ = translate("--prefill-num-servers 1 --sglang-router-port 3")
+    assert "say --sglang-servers, --sglang-prefill-servers and --router-policy" in err
+    assert "--sglang-router-port: no foreign router is used" in err
 
 
 def test_layouts_of_megatron_are_left_out_with_another_backend(translate):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from slime_core.errors import ModelError
+from slime_fsdp.causal_models import TABLE, causal_model_types, types_in
 from slime_fsdp.plugin import Fsdp, FsdpConfig
 
 QWEN = {"model_type": "qwen3"}
@@ -93,7 +94,32 @@ def test_every_option_is_documented():
     assert all(field.description for field in FsdpConfig.model_fields.values())
 
 
-def test_the_plugin_module_imports_nothing_heavy():
-    code = "import sys, slime_fsdp.plugin; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+def test_options_are_looked_at_without_anything_heavy():
+    code = (
+        "import sys\n"
+        "from slime_fsdp.plugin import Fsdp, FsdpConfig\n"
+        "found = Fsdp.problems(FsdpConfig(), 2, {'model_type': 'qwem3'})\n"
+        "print(len(found), [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])\n"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    assert said.stdout.strip() == "1 []"
+
+
+def test_the_table_that_is_read_is_the_one_of_transformers():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert causal_model_types() == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (f"{TABLE} = OrderedDict([('a', 'AForCausalLM'), ('b', ('B', 'C'))])", {"a", "b"}),
+        # What is not written out has to be imported.
+        (f"{TABLE} = OrderedDict([('a', 'AForCausalLM'), *OTHERS])", set()),
+        (f"{TABLE} = OrderedDict(OTHERS)", set()),
+        ("OTHERS = OrderedDict([('a', 'AForCausalLM')])", set()),
+    ],
+)
+def test_a_table_is_read_where_it_is_written_out(source, expected):
+    assert types_in(source) == expected

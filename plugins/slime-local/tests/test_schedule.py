@@ -46,7 +46,7 @@ def rows(*names: str) -> list[Row]:
 
 
 async def test_a_script_is_kept_to() -> None:
-    recorded = Gate(Decoder())
+    recorded = Gate(Decoder(), records=True)
     recorded.loaded(0)
     recorded.submit(rows("a", "b"))
     recorded.stepped()
@@ -59,7 +59,7 @@ async def test_a_script_is_kept_to() -> None:
     assert not recorded.recorded()
 
     decoder = Decoder()
-    gate = Gate(decoder)
+    gate = Gate(decoder, records=True)
     gate.follow(events)
     # All of it comes too early, and in another order.
     gate.submit(rows("c"))
@@ -96,7 +96,7 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
     from slime_core.types.schedule import EngineEvent, EventKind
 
     decoder = Decoder()
-    gate = Gate(decoder)
+    gate = Gate(decoder, records=True)
     gate.follow(
         [
             EngineEvent(0, EventKind.SUBMIT, ("a",)),
@@ -113,3 +113,12 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
     decoder.request_ids.clear()
     gate.stepped()
     assert decoder.told == [["a"], ["b"]]
+
+
+async def test_what_nobody_asks_for_is_not_kept() -> None:
+    """In a run that records no schedule, which goes on for weeks."""
+    gate = Gate(Decoder(), records=False)
+    gate.loaded(0)
+    gate.submit(rows("a", "b"))
+    gate.abort({"a"})
+    assert gate.recorded() == []

@@ -386,6 +386,7 @@ def test_what_never_changes_is_sent_to_an_engine_once(driver, ranks, stack):
     engine.endpoint = replace(engine.endpoint, incarnation="second")
     rank.send(changed, 2, engine)
     assert engine.holds(changed)
+    assert rank.sender._complete == {engine.endpoint}
     engine.refuse = 0
     with pytest.raises(EngineError):
         rank.send(changed, 3, engine)

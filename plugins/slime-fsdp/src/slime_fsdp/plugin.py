@@ -15,6 +15,7 @@ from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
+from slime_fsdp.causal_models import causal_model_types
 
 StoredDtype = Literal["fp32", "bf16"]
 
@@ -226,10 +227,9 @@ def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
         return ["the model's config.json has no model_type."]
     problems: list[str] = []
     if "auto_map" not in model_config:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in WITH_IMAGES:
-            known = sorted(WITH_IMAGES) if "vision_config" in model_config else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        causal = causal_model_types()
+        if model_type not in causal and model_type not in WITH_IMAGES:
+            known = sorted(WITH_IMAGES if "vision_config" in model_config else causal)
             kind = (
                 "backend fsdp trains no such model with images"
                 if "vision_config" in model_config

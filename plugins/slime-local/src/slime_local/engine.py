@@ -74,7 +74,7 @@ class LocalEngine(RolloutEngine):
             max_prefill_tokens=self._config.max_prefill_tokens,
             kv_cache_bytes=self._config.kv_cache_bytes,
         )
-        self._gate = Gate(self._decoder)
+        self._gate = Gate(self._decoder, records=setup.records)
         self._loader = WeightLoader(self._model.network, setup.index)
         self._runnable = asyncio.Event()
         self._setup = setup

@@ -14,8 +14,10 @@ from slime_local.request_row import RequestRow
 class Gate:
     """Stands in front of the decoder. Without a script everything is let in at once."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, records: bool) -> None:
+        """`records`: what comes is written down until somebody asks for it (`recorded`)."""
         self._decoder = decoder
+        self._records = records
         self._steps = 0
         self._heard: list[EngineEvent] = []
         self._script: deque[EngineEvent] = deque()
@@ -88,7 +90,8 @@ class Gate:
             self._decoder.end(lambda row: row.request.request_id in names)
 
     def _note(self, kind: EventKind, names: tuple[str, ...] = (), version: int = -1) -> None:
-        self._heard.append(EngineEvent(self._steps, kind, names, version))
+        if self._records:
+            self._heard.append(EngineEvent(self._steps, kind, names, version))
 
     def _go_on(self) -> None:
         """Lets in what came after this step, as far as it is there."""

@@ -117,16 +117,19 @@ class Fleet:
                     return
 
     async def stop(self) -> None:
-        """Stopping twice, or before `start`, does nothing."""
+        """Stopping twice, or before `start`, does nothing. EngineError if processes are left."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
             await asyncio.wait([watch])
         processes, self._processes = self._processes, []
-        await asyncio.gather(*(process.stop() for process in processes))
+        ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
     # ---------------------------------------------------------------- asking all
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -192,10 +193,12 @@ async def start_server(
             if await is_up(connection, process, deadline, serves=not setup.node_rank):
                 return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
         except BaseException:
-            process.kill()
+            # What kept it from starting is the news.
+            with contextlib.suppress(EngineError):
+                await process.stop()
             raise
         hangs = process.exit_code is None
-        process.kill()
+        await process.stop()
         if hangs:
             raise EngineError(
                 f"{name}: SGLang has not answered in {config.start_timeout:g} s (engine.start_timeout). Last lines of "

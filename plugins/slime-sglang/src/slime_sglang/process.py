@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from slime_core.process_group import group_gone
+from slime_core.errors import EngineError
+from slime_core.process_group import end_group
 
 STAMP: Final = re.compile(r"^\[[^\]]*\] ")
 """What SGLang's loggers begin a line with."""
@@ -26,8 +28,8 @@ SHOWN: Final = 300
 """Characters of a line."""
 LAST_LINES: Final = 25
 """Of the log, shown when a server dies."""
-END_S: Final = 10.0
-"""What processes that were killed get to give their devices back."""
+END_S: Final = 30.0
+"""For processes that were killed: a driver may take seconds to give the memory of a device back."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
 """What a log says where somebody else had the port first."""
 
@@ -70,6 +72,9 @@ class ServerProcess:
         arguments: Sequence[str] = (),
     ) -> None:
         self.log = log
+        self._ending = threading.Lock()
+        self._ended = False
+        """From then on its number may be another process's."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -141,19 +146,24 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """The end of the whole group, at once: on SIGTERM SGLang drains, and then waits to collect diagnostics. Returns when
-        all of it is gone: a scheduler, which holds the device's memory, is not what is waited for as a child. Stopping twice
-        does nothing."""
-        self.kill()
-        await asyncio.to_thread(self._process.wait)
-        await group_gone(self._process.pid, END_S)
+        all that it started has ended, and holds no memory and no port any more; EngineError if that takes longer than
+        `END_S`. Stopping twice does nothing."""
+        # Where whoever waits is cancelled, the thread goes on to the end.
+        await asyncio.to_thread(self._end)
 
-    def kill(self) -> None:
-        # What it started may outlive it.
-        self._signal(signal.SIGKILL)
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+    def _end(self) -> None:
+        with self._ending:
+            if self._ended:
+                return
+            left = end_group(self._process.pid, END_S)
+            if left:
+                told = ", ".join(f"{process.pid}" for process in left)
+                raise EngineError(
+                    f"process group {self._process.pid} was killed, and has not ended within {END_S:g} s: {told}. What "
+                    "they hold, memory of their devices among it, is not free."
+                )
+            self._process.wait()
+            self._ended = True
+            if self._process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -111,7 +112,9 @@ async def start_router(
         for server, role in zip(servers, roles, strict=True):
             await router.add(server, role)
     except BaseException:
-        process.kill()
+        # What kept it from starting is the news.
+        with contextlib.suppress(EngineError):
+            await process.stop()
         raise
     return router
 

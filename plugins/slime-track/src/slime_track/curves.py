@@ -15,6 +15,7 @@ from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.errors import ConfigError, StorageError
 from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS
 from slime_core.tracking.jsonl import FILE, kept_lines
+from slime_track.curve import Curve
 
 PICTURE: Final = "curves.png"
 REWARD: Final = "rollout/raw_reward"
@@ -22,9 +23,6 @@ EVAL: Final = "eval/"
 DPI: Final = 150
 FEW: Final = 30
 """Points of a curve up to which each is marked."""
-
-Curve = dict[int, float]
-"""Rollout steps that were trained before the measurement, to the value."""
 
 
 class CurvesTracker(Tracker):
@@ -35,7 +33,7 @@ class CurvesTracker(Tracker):
 
     def __init__(self) -> None:
         self._run: RunInfo | None = None
-        self._reward: Curve = {}
+        self._reward = Curve()
         self._evals: dict[str, Curve] = {}
 
     def start(self, run: RunInfo) -> None:
@@ -55,10 +53,10 @@ class CurvesTracker(Tracker):
 
     def log(self, axis: str, step: int, metrics: Mapping[str, float], *, rollout_id: int) -> None:
         if axis == ROLLOUT_AXIS and REWARD in metrics:
-            self._reward[step] = metrics[REWARD]
+            self._reward.add(step, metrics[REWARD])
         if axis == EVAL_AXIS:
             for name in eval_sets(metrics):
-                self._evals.setdefault(name, {})[step] = metrics[EVAL + name]
+                self._evals.setdefault(name, Curve()).add(step, metrics[EVAL + name])
 
     def finish(self) -> None:
         """Writes curves.png, whole or not at all; nothing if nothing was measured."""
@@ -101,8 +99,8 @@ def draw(title: str, reward: Curve, evals: Mapping[str, Curve]) -> Figure:
 
 
 def _plot(axes: Axes, name: str, curve: Curve) -> None:
-    steps = sorted(curve)
+    steps, values = curve.points
     marker = "o" if len(steps) <= FEW else ""
     # A dollar sign would begin a formula; a leading underscore would keep the name out of the legend.
     label = " " + name.replace("$", r"\$") if name else None
-    axes.plot(steps, [curve[step] for step in steps], label=label, linewidth=1.6, marker=marker, markersize=3)
+    axes.plot(steps, values, label=label, linewidth=1.6, marker=marker, markersize=3)

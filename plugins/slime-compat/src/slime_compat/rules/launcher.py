@@ -28,4 +28,4 @@ def launcher(translation: Translation) -> None:
     if concurrency is not None:
         translation.put("rollout.concurrency", concurrency)
     if translation.take("prefill-num-servers"):
-        translation.note("prefill-num-servers", "say engine.servers, engine.prefill_servers and engine.router_policy")
+        translation.note("prefill-num-servers", "say --sglang-servers, --sglang-prefill-servers and --router-policy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from slime_compat import known_flags
 from slime_compat.flag_words import guessed, typed_as
@@ -10,6 +10,10 @@ from slime_compat.translation import Translation
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, FlagTable, kernel_flags, takes_many
 from slime_core.errors import near_matches
+
+ROUTER_PREFIXES: Final = ("router-", "sglang-router-")
+ROUTER_TIMEOUT: Final = "sglang-router-request-timeout-secs"
+"""Of a request."""
 
 
 def same_names(translation: Translation) -> None:
@@ -31,6 +35,8 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         translation.missing(name, known_flags.OTHER_HOOKS[name])
     elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
         translation.missing(name, known_flags.MISSING[name])
+    elif name.startswith(ROUTER_PREFIXES):
+        of_router(translation, name, words, flags)
     elif name in known_flags.SHAPE:
         if name.endswith("-dropout") and translation.number(typed, float, 0.0):
             translation.note(
@@ -38,8 +44,6 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
             )
     elif name in known_flags.WITHOUT_EFFECT:
         translation.note(name, known_flags.WITHOUT_EFFECT[name])
-    elif name.startswith("router-") and (found is None or name != "router-policy"):
-        of_router(translation, name, words)
     elif found is not None and found.field.exclude:
         # A plugin has it to refuse it, with the reason.
         translation.note(
@@ -95,16 +99,31 @@ def of_engine(translation: Translation, name: str, words: list[str]) -> None:
     translation.put(f"engine.{name.removeprefix('sglang-').replace('-', '_')}", guessed(words))
 
 
-def of_router(translation: Translation, name: str, words: list[str]) -> None:
-    """There it always stood before the servers; here only where a policy is said."""
-    if translation.engine != "sglang" or "router-policy" not in translation.given:
+def of_router(translation: Translation, name: str, words: list[str], flags: FlagTable) -> None:
+    """There sglang-router stands in front of all engines; here in front of an engine's servers, if a policy is chosen."""
+    option = next(name.removeprefix(prefix) for prefix in ROUTER_PREFIXES if name.startswith(prefix))
+    flag = f"router-{option}"
+    found, negated = flags.find(flag)
+    there = [known for known, of in flags.by_name.items() if "router_options" in of.path[:-1] and known == of.name]
+    if translation.engine != "sglang":
+        translation.note(name, f'an option of sglang-router; the engine is "{translation.engine}"')
+    elif name == ROUTER_TIMEOUT:
+        translation.put("engine.request_timeout", guessed(words))
+    elif option != "policy" and "router-policy" not in translation.given:
         translation.note(
             name,
-            "an option of sglang-router, which is not started: policies are router.middlewares; or say engine.router_policy, "
-            "and this in engine.router_options",
+            "a router stands in front of an engine's servers where one is asked for: say --router-policy cache_aware and "
+            f"--{flag}, with --sglang-servers; which engine gets a request is up to router.middlewares",
         )
-        return
-    translation.put(f"engine.router_options.{name.removeprefix('router-').replace('-', '_')}", guessed(words))
+    elif found is not None:
+        set_key(translation, name, words, found, negated)
+    elif there:
+        close = near_matches(flag, there)
+        told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
+        translation.note(name, f"the installed sglang-router has no --{flag} that a run may give{told}")
+    else:
+        # It is checked where a router is installed.
+        translation.put(f"engine.router_options.{option.replace('-', '_')}", guessed(words))
 
 
 def of_megatron(translation: Translation, name: str, words: list[str]) -> None:

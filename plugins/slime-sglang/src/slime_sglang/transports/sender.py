@@ -83,7 +83,7 @@ class ServerSender(WeightSender):
                     pass
             if digests is not None:
                 report = replace(report, compared_with=require_equal(self.servers, engines, digests, version))
-        self._complete = complete.union(engines)
+        self._complete = {engine for engine in complete if not replaced(engine, engines)}.union(engines)
         return report
 
     @contextlib.contextmanager
@@ -126,6 +126,11 @@ class ServerSender(WeightSender):
         if self._servers is not None:
             self._servers.close()
             self._servers = None
+
+
+def replaced(engine: EngineEndpoint, engines: Sequence[EngineEndpoint]) -> bool:
+    """Whether one of these stands in its place."""
+    return any(other.index == engine.index and other.incarnation != engine.incarnation for other in engines)
 
 
 def bucket_name(bucket: FlatBucket, version: int) -> str:
