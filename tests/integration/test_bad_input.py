@@ -170,6 +170,18 @@ MODEL_CASES = {
         ["base/model.safetensors: damaged or cut short", "1000 bytes"],
         change=lambda t: os.truncate(t / "base/model.safetensors", 1000),
     ),
+    "an index that is no JSON": Case(
+        [],
+        MODEL,
+        ["base/model.safetensors.index.json: cannot be read", "Copy or download it again"],
+        files={"base/model.safetensors.index.json": "{"},
+    ),
+    "an index of files that are not there": Case(
+        [],
+        MODEL,
+        ["base/model.safetensors.index.json: it names files that are not there: model-00002-of-00002.safetensors"],
+        files={"base/model.safetensors.index.json": '{"weight_map": {"x": "model-00002-of-00002.safetensors"}}'},
+    ),
     "no tokenizer": Case(
         [],
         MODEL,

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.folder import ModelFolder
 
@@ -100,12 +99,21 @@ class WeightTable:
         entries = {entry.name: entry for part in gathered for entry in part}
         self.entries = sorted(entries.values(), key=order_of)
 
-    def names_in_folder(self) -> list[str]:
-        """Of all tensors of the whole model."""
-        return [name for entry in self.entries for name in self._names(entry)]
+    def shapes_in_folder(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors of the whole model, by their names."""
+        found: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            for number in self._experts(entry):
+                found |= self._weight(entry, number).shapes(self._whole_shape(entry))
+        return found
 
-    def _names(self, entry: Entry) -> list[str]:
-        return [name for number in self._experts(entry) for name in self._weight(entry, number).names]
+    def _whole_shape(self, entry: Entry) -> list[int]:
+        shape = list(entry.shape)
+        if entry.dim is not None:
+            shape[entry.dim] *= self._tp(entry).size()
+        if self._is_vocabulary(entry):
+            shape[0] = self._vocab_size
+        return shape
 
     def _experts(self, entry: Entry) -> list[int | None]:
         """Numbers of the experts that EP ranks hold in this place."""
@@ -129,9 +137,11 @@ class WeightTable:
     @torch.no_grad()
     def load(self, folder: ModelFolder, *, fresh: Sequence[str] = ()) -> None:
         """Every rank reads what it holds. `fresh`: names that need not be in the folder."""
-        table_names = [name for name in self.names_in_folder() if name not in fresh or name in folder.files]
+        wanted = {
+            name: shape for name, shape in self.shapes_in_folder().items() if name not in fresh or name in folder.files
+        }
         # A value head takes the place of the language model's.
-        folder.check(table_names, unused=("lm_head.weight",) if fresh else ())
+        folder.check(wanted, unused=("lm_head.weight",) if fresh else ())
         for entry in self.entries:
             if entry.name not in self._tensors:
                 continue
@@ -145,13 +155,7 @@ class WeightTable:
             if entry.dim is not None:
                 group = self._tp(entry)
                 whole = weight.shard(whole, entry.dim, group.size())[group.rank()]
-            target = self._tensors[entry.name]
-            if whole.shape != target.shape:
-                raise ModelError(
-                    f"{folder.path}: {', '.join(weight.names)} make {tuple(whole.shape)}, but the model of its config.json has "
-                    f"{tuple(target.shape)} there."
-                )
-            target.copy_(whole)
+            self._tensors[entry.name].copy_(whole)
 
     def _is_vocabulary(self, entry: Entry) -> bool:
         return entry.name in ("embedding.word_embeddings.weight", "output_layer.weight")
