@@ -123,12 +123,16 @@ class Crew:
                 asyncio.ensure_future(self.run(member, member.actor.call.remote(self._farewell)))
                 for member in self._members
             ]
-            grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
-            await asyncio.wait(farewells, timeout=grace_s)
-        for member in self._members:
-            ray.kill(member.actor)
-        for farewell in farewells:
-            farewell.cancel()
+        grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
+        try:
+            if farewells:
+                await asyncio.wait(farewells, timeout=grace_s)
+        finally:
+            # Also where this is broken off: nobody would be left to hear how the calls ended.
+            for member in self._members:
+                ray.kill(member.actor)
+            for farewell in farewells:
+                farewell.cancel()
         results = await asyncio.gather(*farewells, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not failed_before:
