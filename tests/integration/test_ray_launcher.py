@@ -526,6 +526,7 @@ async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unh
         loop.call_soon(lambda: farewell.done() or farewell.set_exception(RayActorError()))
 
     monkeypatch.setattr("slime_core.launch.ray_crew.ray.kill", kill)
+    monkeypatch.setattr("slime_core.launch.ray_crew.GRACE_AFTER_FAILURE_S", 0.05)
     crew = Crew(Roster(), grace_s=60, farewell="stop")
     crew.add(Member(actor=actor, name="engine 1", failure=EngineError))
     crew.ready()
@@ -536,6 +537,8 @@ async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unh
     assert killed == [actor]
     # As the launcher does when the run ends.
     await crew.end(failed=True)
+    del ending
+    await asyncio.sleep(0.05)
     gc.collect()
     assert unheard == []
 
