@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from slime_core.errors import ModelError
 from slime_core.model_folder import check_weights
+from slime_core.weight_files import file_of, shapes_in
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.plugin import Family
 from slime_megatron.plugin import BRIDGES, family_problems
@@ -32,19 +33,11 @@ class ModelFolder:
     @cached_property
     def files(self) -> dict[str, Path]:
         """The file that holds each tensor."""
-        found: dict[str, Path] = {}
-        for file in sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-        return found
+        return file_of(self.path)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {}
-        for file in sorted(set(self.files.values())):
-            with safe_open(file, framework="pt") as opened:
-                found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        return found
+        return shapes_in(self.path)
 
     @property
     def dtype(self) -> torch.dtype:
