@@ -56,6 +56,15 @@ CONFIG_CASES = {
         CONFIG,
         ["--rollout-batch-sise: unknown flag", "close match: --rollout-batch-size", "slime config explain"],
     ),
+    "flags of plugins that are not chosen": Case(
+        ["--no-sequence-parallel", "--sglang-servers", "2", "--compression-level", "3"],
+        CONFIG,
+        [
+            "--no-sequence-parallel: unknown flag without the plugin that it belongs to: --backend megatron.",
+            "--sglang-servers: unknown flag without the plugin that it belongs to: --engine sglang.",
+            "--compression-level: unknown flag without the plugin that it belongs to: --transport delta.",
+        ],
+    ),
     "unknown key in a table": Case(
         [],
         CONFIG,

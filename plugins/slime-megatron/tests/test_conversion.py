@@ -101,6 +101,15 @@ def test_there_and_back_by_the_command(make_project, model, tmp_path):
     for words, said in {
         ("convert", "base", "x", "--to", "torch_dits"): "close match: torch_dist",
         ("convert", "base", "x", "--to", "hf", "--hf-checkpiont", "y"): "close match: --hf-checkpoint",
+        (
+            "convert",
+            "base",
+            "x",
+            "--to",
+            "hf",
+            "--format",
+            "y",
+        ): "unknown flag. `slime plugins show hf` lists every key",
     }.items():
         told = project.slime(*words)
         assert told.returncode != 0
