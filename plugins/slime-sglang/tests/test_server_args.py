@@ -263,6 +263,11 @@ def test_a_missing_router_is_a_problem(monkeypatch):
         ({"router_policy": "random"}, {"num_devices": 1, "routed_experts": True}, "does not pass on that expert ids"),
         ({"servers": 2}, {"num_devices": 4}, None),
         ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
+        (
+            {"external_engine_addrs": ("a:1",)},
+            {"num_devices": 1, "num_engines": 2},
+            "names 1 servers, but 2 engines of 1 need 2",
+        ),
         ({"router_policy": "random"}, {"num_devices": 1}, None),
         ({"pause_mode": "retract"}, {"num_devices": 1, "offload": True}, "Use abort, or say --no-offload-rollout"),
         ({"pause_mode": "retract"}, {"num_devices": 1}, None),

@@ -193,6 +193,16 @@ def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str)
     return None
 
 
+def problem_of_external(config: Any, num_engines: int) -> str | None:
+    named, needed = len(config.external_engine_addrs), num_engines * config.servers
+    if named >= needed:
+        return None
+    return (
+        f"engine.external_engine_addrs names {named} servers, but {num_engines} engines of {config.servers} need {needed}. "
+        "Name more, or lower launcher.rollout_num_gpus."
+    )
+
+
 def problem_of_experts(config: Any) -> str | None:
     """Where servers cannot be asked which experts they chose."""
     if config.router_policy == "none":
@@ -282,7 +292,9 @@ class Sglang(EngineDriver):
                 f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
                 "which cannot give their memory back then. Use abort, or say --no-offload-rollout."
             )
-        if not config.external_engine_addrs:
+        if config.external_engine_addrs:
+            problems.append(problem_of_external(config, layout.num_engines))
+        else:
             problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
         return [problem for problem in problems if problem is not None]
 
