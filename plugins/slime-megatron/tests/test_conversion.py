@@ -262,6 +262,7 @@ def test_another_source_does_not_go_on_with_it(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     work = tmp_path / "out.converting"
     work.mkdir()
-    (work / "journal.jsonl").write_text(json.dumps({"source": "elsewhere"}) + "\n")
+    done = {"piece": "outer", "checksums": {}}
+    (work / "journal.jsonl").write_text(f"{json.dumps({'source': 'elsewhere'})}\n{json.dumps(done)}\n")
     with pytest.raises(ModelError, match="unfinished conversion with other"):
         run("torch_dist", other, tmp_path / "out")
