@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -48,21 +49,47 @@ def convert(part: Part, source: Path, target: Path, *, workers: int, tell: Told)
     busy = "another process converts into it. Wait for that one."
     with lock(work, busy=busy, elsewhere="Give another TARGET."), storage_errors(work):
         journal = Journal.of(work / JOURNAL, identity_of(part, source, pieces))
-        folders = {piece.name: work / "pieces" / piece.name for piece in pieces}
-        todo = [piece for piece in pieces if piece.name not in journal.done]
-        with Workers(part, source, workers) as pool:
-            for piece in todo:
-                shutil.rmtree(folders[piece.name], ignore_errors=True)
-                folders[piece.name].mkdir(parents=True)
-            for piece, checksums in pool.each("write", "converting", todo, pieces, folders, tell):
-                journal.add(piece, checksums)
-            (work / "target").mkdir(exist_ok=True)
-            part.build().finish(source, folders, work / "target")
-            everywhere = dict.fromkeys(folders, work / "target")
-            found = dict(pool.each("read_back", "comparing", pieces, pieces, everywhere, tell))
-        compare(journal.done.values(), found.values(), work)
-        (work / "target").rename(target)
-        shutil.rmtree(work)
+        with nothing_left(work, journal):
+            return carry_out(part, source, target, work, pieces, journal, workers=workers, tell=tell)
+
+
+@contextmanager
+def nothing_left(work: Path, journal: Journal) -> Iterator[None]:
+    """Of a conversion that fails before a piece of it is done."""
+    try:
+        yield
+    except BaseException:
+        if not journal.done:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def carry_out(
+    part: Part,
+    source: Path,
+    target: Path,
+    work: Path,
+    pieces: Sequence[Piece],
+    journal: Journal,
+    *,
+    workers: int,
+    tell: Told,
+) -> Converted:
+    folders = {piece.name: work / "pieces" / piece.name for piece in pieces}
+    todo = [piece for piece in pieces if piece.name not in journal.done]
+    with Workers(part, source, workers) as pool:
+        for piece in todo:
+            shutil.rmtree(folders[piece.name], ignore_errors=True)
+            folders[piece.name].mkdir(parents=True)
+        for piece, checksums in pool.each("write", "converting", todo, pieces, folders, tell):
+            journal.add(piece, checksums)
+        (work / "target").mkdir(exist_ok=True)
+        part.build().finish(source, folders, work / "target")
+        everywhere = dict.fromkeys(folders, work / "target")
+        found = dict(pool.each("read_back", "comparing", pieces, pieces, everywhere, tell))
+    compare(journal.done.values(), found.values(), work)
+    (work / "target").rename(target)
+    shutil.rmtree(work)
     return Converted(
         target=target,
         num_pieces=len(pieces),
@@ -96,15 +123,15 @@ class Journal:
         # A line that a killed process had half written is no line.
         whole = path.read_text().splitlines(keepends=True) if path.is_file() else []
         lines = [json.loads(line) for line in whole if line.endswith("\n")]
-        if lines and lines[0] != identity:
+        if len(lines) > 1 and lines[0] != identity:
             changed = sorted(key for key in identity if lines[0].get(key) != identity[key])
             raise ModelError(
                 f"{path.parent}: holds an unfinished conversion with other {' and '.join(changed)}. Remove that folder to "
                 "start over."
             )
         journal = cls(path, {line["piece"]: line["checksums"] for line in lines[1:]})
-        if len(lines) != len(whole) or not lines:
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines or [identity]))
+        if len(lines) != len(whole) or len(lines) < 2:
+            path.write_text("".join(json.dumps(line) + "\n" for line in [identity, *lines[1:]]))
         return journal
 
     def add(self, piece: Piece, checksums: Checksums) -> None:

@@ -71,7 +71,9 @@ class Manifest:
     """As resolved, with every option of every plugin."""
     fingerprint: str
     training: str
-    """The same without what says where roles run and which rank holds what: equal, and one run can go on as the other."""
+    """The same without its name, where roles run and which rank holds what: equal, and one run can go on as the other."""
+    may_differ: tuple[tuple[str, ...], ...] = ()
+    """Keys that `training` leaves out."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
@@ -132,7 +134,8 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         "plugin_files": files,
         "data": data_fingerprint,
     }
-    moved = identity | {"config": without(config, (*MAY_CHANGE, *layout_keys(run)))}
+    may_differ = (*MAY_CHANGE, ("name",), *layout_keys(run))
+    moved = identity | {"config": without(config, may_differ)}
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -144,6 +147,7 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         config=config,
         fingerprint=hash_of(identity),
         training=hash_of(moved),
+        may_differ=may_differ,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slime_core.errors import ModelError
+from slime_core.weight_files import INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,8 @@ def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> di
 
 
 def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
-    """ModelError if the folder holds no weights, or a file that is cut short; the backend says whether they fit."""
+    """ModelError if the folder holds no weights, a file that is cut short, or an index of files that are not there; the
+    backend says whether they fit."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -47,6 +49,19 @@ def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
             ) from error
     if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
         raise ModelError(f"{where} = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there.")
+    check_index(folder / INDEX)
+
+
+def check_index(index: Path) -> None:
+    """ModelError unless all files that it names lie beside it. It need not exist."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: cannot be read: {error!r}. Copy or download it again.") from error
+    if missing := sorted(name for name in named if not (index.parent / name).is_file()):
+        raise ModelError(f"{index}: it names files that are not there: {', '.join(missing)}. Copy them there.")
 
 
 def copy_processor(source: Path, target: Path) -> None:

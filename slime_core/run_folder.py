@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slime_core.errors import ConfigError, StorageError
-from slime_core.manifest import Manifest, differences
+from slime_core.manifest import Manifest, differences, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
             raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
         # The layout may be another: whoever insists on the folder takes other floating-point bits for it.
         if found["fingerprint"] != manifest.fingerprint and found.get("training") != manifest.training:
-            changed = differences(found["config"], dict(manifest.config)) or ["data or plugins differ"]
+            there, here = (without(config, manifest.may_differ) for config in (found["config"], manifest.config))
+            changed = differences(there, here) or ["data or plugins differ"]
             raise ConfigError(f"--resume {resume}: another run: {'; '.join(changed[:5])}.")
         return folder
     first = RunFolder(runs_dir / name)

@@ -60,3 +60,14 @@ def file_of(folder: Path) -> dict[str, Path]:
         with safe_open(file, framework="numpy") as opened:
             found |= dict.fromkeys(opened.keys(), file)
     return found
+
+
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors, by the headers of their files."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return found

@@ -49,7 +49,9 @@ def carry_out(words: list[str]) -> None:
     registry = Registry.from_environment()
     name = own["to"]
     resolved = registry.resolve(groups.CONVERTERS, name, where="--to")
-    flags = FlagTable.of(option_flags(resolved.driver.Config, (), resolved.entry.provenance))
+    flags = FlagTable.of(
+        option_flags(resolved.driver.Config, (), resolved.entry.provenance), listed_by=f"slime plugins show {name}"
+    )
     options: Mapping[str, Any] = {path[0]: value for path, value in flags.parse(rest[2:])}
     part = PartSpec(group=groups.CONVERTERS, name=name, options=options).resolve(registry)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from slime_core.cli.invocation import plugin_files
 from slime_core.config.chosen import chosen_flags
@@ -55,10 +57,10 @@ def print_run_help(words: Sequence[str]) -> None:
         owners.setdefault(flag_.path[0] if len(flag_.path) > 1 else "run", []).append(flag_)
     for owner, owned in owners.items():
         console.print(f"\n[bold]{owner}[/]")
-        table = Table.grid(padding=(0, 2))
         for flag_ in owned:
-            doc = " ".join((flag_.field.description or "").split())
-            table.add_row(f"--{flag_.name}", type_text(flag_.field), doc)
-        console.print(table)
+            # On a line of its own, whole: names are copied and looked for, and some take most of a terminal's width.
+            console.print(Text(f"--{flag_.name}  {type_text(flag_.field)}"), soft_wrap=True)
+            if doc := " ".join((flag_.field.description or "").split()):
+                console.print(Padding(Text(doc), (0, 0, 0, 6)))
     if not files:
         console.print("\nName a run file to see the flags of its plugins too: slime run run.toml --help")

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from slime_core.config.bind import bind_run
 from slime_core.config.bound import BoundRun
-from slime_core.config.chosen import chosen_flags
+from slime_core.config.chosen import absent_flags, chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
 from slime_core.config.load import merge, read_run_file, validate
 from slime_core.config.run import PrepareConfig
@@ -64,7 +65,8 @@ def bind_invocation(words: Words) -> BoundRun:
     # Names first: which flags there are depends on which plugins are chosen.
     named = merge(tables, FlagTable.of(kernel).parse(words.flags, lenient=True))
     registry = Registry.from_environment(plugin_files(named, base), trace=trace)
-    known = FlagTable.of([*kernel, *chosen_flags(named, registry)])
+    absent = cache(lambda: absent_flags(registry))
+    known = FlagTable.of([*kernel, *chosen_flags(named, registry)], absent=absent)
     problems: list[str] = []
     try:
         known.parse(words.flags)

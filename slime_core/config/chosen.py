@@ -41,6 +41,22 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
     return flags + finder.options(groups.COLLECTORS, collector, ("rollout", "collector"), prefix="collector.")
 
 
+def absent_flags(registry: Registry) -> dict[str, list[str]]:
+    """Flags of the options of all installed backends, engines and transports, to what chooses each of these."""
+    finder = Finder(registry, strict=False)
+    found: dict[str, list[str]] = {}
+    for table, group, prefix in (
+        ("backend", groups.BACKENDS, ""),
+        ("engine", groups.ENGINES, "{name}-"),
+        ("transport", groups.TRANSPORTS, ""),
+    ):
+        for name in sorted({entry.name for entry in registry.entries(group)}):
+            for flag in finder.options(group, name, (table,), prefix=prefix.format(name=name)):
+                for spelled in (flag.name, *flag.aliases):
+                    found.setdefault(spelled, []).append(f"--{table} {name}")
+    return found
+
+
 def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
     """The options of a recipe's parts, as the run file leaves them; all sit flat in the algo table."""
     algo = as_table(tables.get("algo"))

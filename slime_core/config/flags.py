@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin
@@ -65,9 +65,19 @@ class FlagTable:
 
     by_name: Mapping[str, Flag] = field(default_factory=dict)
     ambiguous: Mapping[str, Sequence[Flag]] = field(default_factory=dict)
+    absent: Callable[[], Mapping[str, Sequence[str]]] = dict
+    """Flags of plugins that are installed and not chosen, to what chooses them. Asked when a flag is unknown."""
+    listed_by: str = "slime config explain"
+    """The command that lists them."""
 
     @classmethod
-    def of(cls, flags: Iterable[Flag]) -> FlagTable:
+    def of(
+        cls,
+        flags: Iterable[Flag],
+        *,
+        absent: Callable[[], Mapping[str, Sequence[str]]] = dict,
+        listed_by: str = "slime config explain",
+    ) -> FlagTable:
         """A dotted path always works; a short name only where one key has it. The kernel's win over plugins'."""
         short: dict[str, list[Flag]] = defaultdict(list)
         by_name: dict[str, Flag] = {}
@@ -86,7 +96,7 @@ class FlagTable:
                 by_name[name] = next(iter(distinct.values()))
             else:
                 ambiguous[name] = list(distinct.values())
-        return cls(by_name, ambiguous)
+        return cls(by_name, ambiguous, absent, listed_by)
 
     def parse(self, words: Sequence[str], *, lenient: bool = False) -> list[tuple[tuple[str, ...], Any]]:
         """(path, value) of each flag. ConfigError lists every word that is not understood; `lenient` skips those."""
@@ -151,9 +161,13 @@ class FlagTable:
         if name in self.ambiguous:
             ways = " or ".join("--" + ".".join(flag.path) for flag in self.ambiguous[name])
             return f"--{name}: several keys have this name; say {ways}."
+        spelled = name.replace("_", "-")
+        choices = self.absent()
+        if owners := choices.get(spelled) or choices.get(spelled.removeprefix("no-")):
+            return f"--{name}: unknown flag without the plugin that it belongs to: {' or '.join(owners)}."
         close = near_matches(name, self.by_name)
         matched = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
-        return f"--{name}: unknown flag{matched}. `slime config explain` lists every key."
+        return f"--{name}: unknown flag{matched}. `{self.listed_by}` lists every key."
 
 
 def kernel_flags() -> list[Flag]:

@@ -143,16 +143,20 @@ class Crew:
                 asyncio.ensure_future(self.run(member, member.actor.call.remote(self._farewell)))
                 for member in self._members
             ]
-            grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
-            await asyncio.wait(farewells, timeout=grace_s)
-        for member in self._members:
-            ray.kill(member.actor)
-        for farewell in farewells:
-            farewell.cancel()
-        if failed:
-            # Others take their places, again and again; a run that ends may yet hear of them.
+        grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
+        try:
+            if farewells:
+                await asyncio.wait(farewells, timeout=grace_s)
+        finally:
+            # Also where this is broken off: nobody would be left to hear how the calls ended.
             for member in self._members:
-                self._roster.members.pop(member.actor_id, None)
+                ray.kill(member.actor)
+            for farewell in farewells:
+                farewell.cancel()
+            if failed:
+                # Others take their places, again and again; a run that ends may yet hear of them.
+                for member in self._members:
+                    self._roster.members.pop(member.actor_id, None)
         results = await asyncio.gather(*farewells, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not failed_before:

@@ -56,6 +56,15 @@ CONFIG_CASES = {
         CONFIG,
         ["--rollout-batch-sise: unknown flag", "close match: --rollout-batch-size", "slime config explain"],
     ),
+    "flags of plugins that are not chosen": Case(
+        ["--no-sequence-parallel", "--sglang-servers", "2", "--compression-level", "3"],
+        CONFIG,
+        [
+            "--no-sequence-parallel: unknown flag without the plugin that it belongs to: --backend megatron.",
+            "--sglang-servers: unknown flag without the plugin that it belongs to: --engine sglang.",
+            "--compression-level: unknown flag without the plugin that it belongs to: --transport delta.",
+        ],
+    ),
     "unknown key in a table": Case(
         [],
         CONFIG,
@@ -169,6 +178,18 @@ MODEL_CASES = {
         MODEL,
         ["base/model.safetensors: damaged or cut short", "1000 bytes"],
         change=lambda t: os.truncate(t / "base/model.safetensors", 1000),
+    ),
+    "an index that is no JSON": Case(
+        [],
+        MODEL,
+        ["base/model.safetensors.index.json: cannot be read", "Copy or download it again"],
+        files={"base/model.safetensors.index.json": "{"},
+    ),
+    "an index of files that are not there": Case(
+        [],
+        MODEL,
+        ["base/model.safetensors.index.json: it names files that are not there: model-00002-of-00002.safetensors"],
+        files={"base/model.safetensors.index.json": '{"weight_map": {"x": "model-00002-of-00002.safetensors"}}'},
     ),
     "no tokenizer": Case(
         [],

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,7 +20,7 @@ import pytest
 import pytest_asyncio
 import ray
 from ray._private.internal_api import memory_summary
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from slime_core.config.bound import PartSpec
 from slime_core.config.run import LauncherConfig
@@ -516,6 +518,34 @@ async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
     assert [str(result) for result in results] == ["both of us"] * 2
     await asyncio.sleep(0.3)
     assert await crew.run(member, well()) == 1
+
+
+async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unheard(monkeypatch):
+    loop, unheard, killed = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))
+    farewell = loop.create_future()
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method: farewell), _ray_actor_id=b"a")
+
+    def kill(one):
+        killed.append(one)
+        loop.call_soon(lambda: farewell.done() or farewell.set_exception(RayActorError()))
+
+    monkeypatch.setattr("slime_core.launch.ray_crew.ray.kill", kill)
+    monkeypatch.setattr("slime_core.launch.ray_crew.GRACE_AFTER_FAILURE_S", 0.05)
+    crew = Crew(Roster(), grace_s=60, farewell="stop")
+    crew.add(Member(actor=actor, name="engine 1", failure=EngineError))
+    crew.ready()
+    ending = asyncio.create_task(crew.end())
+    await asyncio.sleep(0.05)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    assert killed == [actor]
+    # As the launcher does when the run ends.
+    await crew.end(failed=True)
+    del ending
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert unheard == []
 
 
 async def test_ranks_follow_nodes_and_devices():

@@ -7,11 +7,13 @@ import pytest
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
+from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags, option_flags
 from slime_core.config.load import merge
 from slime_core.contracts.driver import TableOptions
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError
+from slime_core.registry import Registry
 
 KERNEL = FlagTable.of(kernel_flags())
 
@@ -236,3 +238,16 @@ def test_a_plugins_option_by_another_name():
     assert parse("--their-addresses", "a,b", table=table) == [(("engine", "addresses"), ["a", "b"])]
     assert parse("--acme-addresses", "a", "--seed", "3", table=table)[1] == (("seed",), "3")
     assert [flag.name for flag in flags] == ["acme-addresses"]
+
+
+def test_help_cuts_no_flag_short(capsys, monkeypatch, tmp_path):
+    from slime_core.cli.help import print_run_help
+
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "run.toml").write_text('name = "x"\nengine = "sglang"\nbackend = "megatron"\n')
+    print_run_help([str(tmp_path / "run.toml")])
+    said = capsys.readouterr().out
+    chosen = chosen_flags({"engine": "sglang", "backend": "megatron"}, Registry.from_environment())
+    names = [f"--{flag.name}" for flag in [*kernel_flags(), *chosen]]
+    assert len(max(names, key=len)) > 40
+    assert [name for name in names if name not in said] == []

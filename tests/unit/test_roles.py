@@ -221,7 +221,7 @@ def test_layouts_make_other_runs_that_train_the_same(ppo):
     def manifest(*flags):
         return build_manifest(ppo("--critic-backend", "valued", *flags), data_fingerprint="d")
 
-    one, moved = manifest(), manifest("--launcher", "ray", "--actor-num-gpus-per-node", "4")
+    one, moved = manifest(), manifest("--launcher", "ray", "--actor-num-gpus-per-node", "4", "--name", "other")
     assert one.fingerprint != moved.fingerprint
     assert one.training == moved.training
     assert one.training != manifest("--lr", "0.5").training

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 
@@ -79,11 +80,20 @@ def test_resume_goes_on_in_the_folder_that_is_named(tmp_path):
 
 
 def test_resume_of_another_run_says_what_differs(tmp_path):
-    begun(tmp_path / "there", manifest("aa", train={"lr": 1, "seed": 2}, name="a"))
-    with pytest.raises(ConfigError, match=r"another run: train\.lr: 1 -> 3\."):
-        choose(tmp_path, manifest("bb", train={"lr": 3, "seed": 2}, name="a"), resume=tmp_path / "there")
+    begun(tmp_path / "there", manifest("aa", train={"lr": 1, "seed": 2}, name="a", backend={"tensor_parallel": 1}))
+    other = {"train": {"lr": 3, "seed": 2}, "name": "b", "backend": {"tensor_parallel": 2}}
+    with pytest.raises(ConfigError, match=r"another run: backend.*; name.*; train\.lr: 1 -> 3\."):
+        choose(tmp_path, manifest("bb", **other), resume=tmp_path / "there")
+    # Not what it could have had otherwise.
+    made = replace(manifest("bb", **other), may_differ=(("name",), ("backend", "tensor_parallel")))
+    with pytest.raises(ConfigError, match=r"another run: train\.lr: 1 -> 3\.$"):
+        choose(tmp_path, made, resume=tmp_path / "there")
     with pytest.raises(ConfigError, match=r"another run: data or plugins differ"):
-        choose(tmp_path, manifest("bb", train={"lr": 1, "seed": 2}, name="a"), resume=tmp_path / "there")
+        choose(
+            tmp_path,
+            manifest("bb", **RunFolder(tmp_path / "there").read_manifest()["config"]),
+            resume=tmp_path / "there",
+        )
 
 
 def test_resume_may_change_the_layout_and_a_start_by_itself_may_not(tmp_path):

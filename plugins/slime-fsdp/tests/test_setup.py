@@ -40,7 +40,7 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
     cut = copy_of(source, tmp_path / "cut")
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    refused(cut, "cannot be loaded")
+    refused(cut, "damaged or cut short")
     for model_type, text in {
         "glm_moe_dsa": "deepseek_sparse_attention",
         "mamba": "layer_types mamba",

@@ -7,7 +7,15 @@ import pytest
 import pytest_asyncio
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slime_core.contracts.engine import EngineSetup
 from slime_local.plugin import Local
@@ -54,6 +62,15 @@ def llama(tmp_path_factory):
     torch.manual_seed(12)
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(small(LlamaConfig, tie_word_embeddings=False)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory):
+    torch.manual_seed(13)
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    config = small(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

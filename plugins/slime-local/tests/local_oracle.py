@@ -49,9 +49,27 @@ def request(name, prompt, *, seed=0, **sampling):
     )
 
 
+def as_in_files(model):
+    """Weights as files of the family have them: experts apart, gate and up too."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        parts = {name: parameter}
+        prefix, is_fused, kind = name.rpartition(".experts.")
+        if is_fused and kind == "gate_up_proj":
+            parts = {
+                f"{prefix}.experts.{expert}.{half}_proj.weight": rows
+                for expert, both in enumerate(parameter)
+                for half, rows in zip(("gate", "up"), both.chunk(2), strict=True)
+            }
+        elif is_fused and kind == "down_proj":
+            parts = {f"{prefix}.experts.{expert}.down_proj.weight": one for expert, one in enumerate(parameter)}
+        found |= {part: tensor.detach() for part, tensor in parts.items()}
+    return found
+
+
 def buckets(model, version, count=2, *, skip=(), tied_twice=False):
     """The weights of `model` in `count` buckets."""
-    named = {name: p for name, p in model.named_parameters() if name not in skip}
+    named = {name: tensor for name, tensor in as_in_files(model).items() if name not in skip}
     if tied_twice:
         named["lm_head.weight"] = model.lm_head.weight
     names = sorted(named)

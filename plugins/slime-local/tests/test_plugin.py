@@ -50,3 +50,17 @@ async def test_models_that_it_cannot_decode(tmp_path, engines):
     Gemma2ForCausalLM(gemma).save_pretrained(tmp_path / "gemma")
     with pytest.raises(ModelError, match="softcap"):
         await engines(tmp_path / "gemma")
+
+
+async def test_weights_of_another_shape(tmp_path, engines):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from slime_core.testing.tiny_model import make_tiny_model
+
+    file = make_tiny_model(tmp_path / "tiny") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="tiny: engine 0 cannot load the weights"):
+        await engines(tmp_path / "tiny")

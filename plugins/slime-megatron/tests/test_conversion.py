@@ -1,6 +1,7 @@
 """`slime convert` between Hugging Face folders and torch_dist: equal to the bit, for every layout, and after a kill."""
 
 import json
+import re
 import shutil
 from concurrent.futures import Executor, Future
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import make_family
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime_core.config.bound import PartSpec
@@ -100,6 +101,15 @@ def test_there_and_back_by_the_command(make_project, model, tmp_path):
     for words, said in {
         ("convert", "base", "x", "--to", "torch_dits"): "close match: torch_dist",
         ("convert", "base", "x", "--to", "hf", "--hf-checkpiont", "y"): "close match: --hf-checkpoint",
+        (
+            "convert",
+            "base",
+            "x",
+            "--to",
+            "hf",
+            "--format",
+            "y",
+        ): "unknown flag. `slime plugins show hf` lists every key",
     }.items():
         told = project.slime(*words)
         assert told.returncode != 0
@@ -112,6 +122,22 @@ def test_what_cannot_be_converted_is_told(model, torch_dist, tmp_path):
         run("hf", torch_dist, model)
     with pytest.raises(CheckpointError, match="no torch_dist checkpoint there"):
         run("hf", model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj", "input_layernorm"])
+def test_weights_of_another_shape_are_named(model, name, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = f"model.layers.1.{name}.weight"
+    shape, tensors[name] = tuple(tensors[name].shape), torch.zeros(3, 3)
+    save_file(tensors, file)
+    said = f"{folder}: 1 weights have other shapes than its config.json says: {name} (is (3, 3), should be {shape})."
+    with pytest.raises(ModelError, match=re.escape(said)):
+        run("torch_dist", folder, tmp_path / "out")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"damaged or cut short.*it has 1000 bytes"):
+        run("torch_dist", folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2.5-tied", "glm-4", "deepseek-v3", "glm-4.7-flash"])
@@ -236,6 +262,7 @@ def test_another_source_does_not_go_on_with_it(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     work = tmp_path / "out.converting"
     work.mkdir()
-    (work / "journal.jsonl").write_text(json.dumps({"source": "elsewhere"}) + "\n")
+    done = {"piece": "outer", "checksums": {}}
+    (work / "journal.jsonl").write_text(f"{json.dumps({'source': 'elsewhere'})}\n{json.dumps(done)}\n")
     with pytest.raises(ModelError, match="unfinished conversion with other"):
         run("torch_dist", other, tmp_path / "out")

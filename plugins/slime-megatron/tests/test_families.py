@@ -165,7 +165,7 @@ def test_missing_and_extra_weights_are_named(folder):
 
 def test_weights_of_another_shape_are_named(folder):
     changed(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(33)}))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight make \(33,\)"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight \(is \(33,\), should be \(32,\)\)"):
         opened_one(folder).__enter__()
 
 

@@ -149,6 +149,9 @@ def test_what_stays_as_it_is(model, tmp_path):
 def test_by_the_command(model, tmp_path):
     """The kernel's part: worker processes, the journal, reading back."""
     news = []
+    # Killed before a piece was done, and begun with other options.
+    (tmp_path / "fp8.converting").mkdir()
+    (tmp_path / "fp8.converting" / "journal.jsonl").write_text('{"options": {"block_size": 20}}\n')
     done = convert(
         converter("fp8", block_size=16), model, tmp_path / "fp8", workers=1, tell=lambda *told: news.append(told)
     )
@@ -163,13 +166,16 @@ def test_by_the_command(model, tmp_path):
 
 def test_what_cannot_be_quantized(model, tmp_path):
     with pytest.raises(ModelError, match=r"48 inputs are no multiple of group_size = 128.*--group-size"):
-        quantized(model, tmp_path, "int4")
+        converter("int4").build().pieces(model)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     weights[MATRIX][3, 4] = torch.nan
     save_file(weights, broken / "model.safetensors")
-    (tmp_path / "other").mkdir()
     with pytest.raises(ModelError, match=r"down_proj.weight: it holds numbers that are not finite"):
-        quantized(broken, tmp_path / "other", "fp8")
+        convert(converter("fp8"), broken, tmp_path / "other", workers=1, tell=print)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"], "what is left of it is in the way of the next try"
+    (broken / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"damaged or cut short"):
+        converter("fp8").build().pieces(broken)

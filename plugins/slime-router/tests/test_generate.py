@@ -314,6 +314,17 @@ async def test_an_error_of_the_engine_is_passed_on(route, engine):
     async with route(engine, middlewares=["retry"]) as router:
         status, data, _ = await router.post(ASKED)
     assert (status, data) == (400, b'{"error": {"message": "too long"}}')
+
+
+@pytest.mark.parametrize("refused", [401, 403])
+async def test_an_upstream_that_refuses_the_routers_token_is_not_the_callers_fault(route, engine, refused):
+    engine.reply = lambda body: web.Response(status=refused, body=b'{"error": "Unauthorized"}')
+    async with route(engine) as router:
+        status, data, _ = await router.post(ASKED)
+    assert status == 502
+    said = json.loads(data)["error"]["message"]
+    assert f"{engine.url} answered with status {refused}" in said
+    assert "--upstream-token-file" in said
     assert len(engine.seen) == 1
 
 

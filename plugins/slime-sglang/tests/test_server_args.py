@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -173,8 +174,36 @@ def test_what_does_not_go_together(options, words, monkeypatch):
     known = {"cache_threshold": ServerOption("cache_threshold", float, "Doc.")}
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
     monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    monkeypatch.setitem(sys.modules, "mooncake", module_of("mooncake"))
     (problem,) = Sglang.problems(SglangOptions(**options))
     assert words in problem
+
+
+def module_of(name):
+    """As one that is installed."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    return module
+
+
+def test_the_package_that_hands_keys_and_values_over(monkeypatch):
+    class Options(SglangOptions):
+        disaggregation_transfer_backend: str | None = None
+
+    def problems(**more):
+        return Sglang.problems(Options(prefill_servers=1, servers=2, router_policy="random", **more))
+
+    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: {"policy": None})
+    for package in ("mooncake", "nixl"):
+        monkeypatch.setitem(sys.modules, package, module_of(package))
+    assert problems() == problems(disaggregation_transfer_backend="nixl") == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = problems()
+    assert '"mooncake", which is not installed here: `pip install mooncake-transfer-engine`' in problem
+    (problem,) = problems(disaggregation_transfer_backend="nixl")
+    assert "`pip install nixl`" in problem
+    assert problems(disaggregation_transfer_backend="fake") == []
 
 
 @pytest.mark.sglang
@@ -242,6 +271,11 @@ def test_a_missing_router_is_a_problem(monkeypatch):
         ({"router_policy": "random"}, {"num_devices": 1, "routed_experts": True}, "does not pass on that expert ids"),
         ({"servers": 2}, {"num_devices": 4}, None),
         ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
+        (
+            {"external_engine_addrs": ("a:1",)},
+            {"num_devices": 1, "num_engines": 2},
+            "names 1 servers, but 2 engines of 1 need 2",
+        ),
         ({"router_policy": "random"}, {"num_devices": 1}, None),
         ({"pause_mode": "retract"}, {"num_devices": 1, "offload": True}, "Use abort, or say --no-offload-rollout"),
         ({"pause_mode": "retract"}, {"num_devices": 1}, None),

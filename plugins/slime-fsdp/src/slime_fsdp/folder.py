@@ -23,13 +23,13 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
+from slime_core.model_folder import check_weights
 from slime_fsdp.attention import PACKED
 from slime_fsdp.plugin import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
 
 HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 """The transformers class of each `TrainerSetup.head`. A token classifier with one label is a value model: any tool
 that knows transformers loads what `save_hf` writes."""
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +154,7 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
         raise ModelError(
             f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'
         )
-    if not any(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
-        raise ModelError(f"{path}: it has no weights ({' or '.join(WEIGHT_PATTERNS)}).")
-    check_index(path)
+    check_weights(path)
     if head == "value":
         config.num_labels = 1
     return ModelFolder(path=path, head=head, config=config, trust_remote_code=trust_remote_code)
-
-
-def check_index(path: Path) -> None:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-        if missing := sorted(name for name in files if not (path / name).is_file()):
-            raise ModelError(f"{path}: {index.name} names files that are not there: {', '.join(missing)}.")

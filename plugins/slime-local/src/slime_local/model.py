@@ -100,13 +100,16 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     if sees_images:
         # Patches attend by whole images, in transformers' own way.
         attention = {"": attention, "text_config": attention, "vision_config": "sdpa"}
-    network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
-        setup.model_path,
-        dtype=dtype,
-        attn_implementation=attention,
-        trust_remote_code=setup.trust_remote_code,
-        local_files_only=True,
-    )
+    try:
+        network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
+            setup.model_path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=setup.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{setup.model_path}: engine {setup.index} cannot load the weights: {error}") from error
     network = network.to(device).eval().requires_grad_(False)
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:

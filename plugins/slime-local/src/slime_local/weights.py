@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import EngineError, near_matches
 from slime_core.types.weights import Bucket
@@ -18,7 +21,7 @@ _LISTED = 8
 class WeightLoader:
     """Takes the buckets of one version after the other, each version from index 0 to the one marked last."""
 
-    def __init__(self, model: nn.Module, engine_index: int) -> None:
+    def __init__(self, model: PreTrainedModel, engine_index: int) -> None:
         self._engine = f"engine {engine_index}"
         self._model = model
         self._version = -1
@@ -28,8 +31,16 @@ class WeightLoader:
         """Some tensors of a version have been copied and others not: nothing may be sampled."""
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under their Hugging Face names; tied names share one tensor."""
-        return dict(self._model.state_dict(keep_vars=True))
+        """Parameters and persistent buffers under their names in files; tied names share one tensor. What files hold apart
+        and the model as one (experts) comes as views."""
+        held: dict[str, Tensor] = dict(self._model.state_dict(keep_vars=True))
+        return held if self._is_as_in_files else revert_weight_conversion(self._model, held)
+
+    @cached_property
+    def _is_as_in_files(self) -> bool:
+        none: dict[str, Tensor] = {}
+        # What has nothing to revert comes back as it is.
+        return revert_weight_conversion(self._model, none) is none
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> bool:
@@ -91,10 +102,11 @@ class WeightLoader:
         """xxh3-64 (hex) over the bytes of all parameters and persistent buffers, one after the other in the order of
         their names, each C-contiguous and little-endian in its own dtype, without names or lengths. Of tied tensors
         only the one that `named_parameters` yields counts (the embedding, not the output head)."""
-        names = {name for name, _ in self._model.named_parameters()} | {name for name, _ in self._model.named_buffers()}
+        once = {name for name, _ in self._model.named_parameters()} | {name for name, _ in self._model.named_buffers()}
+        tied = set(self._model.state_dict()) - once
         digest = xxhash.xxh3_64()
         for name, tensor in sorted(self._tensors().items()):
-            if name in names and tensor.numel():
+            if name not in tied and tensor.numel():
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 

@@ -251,7 +251,10 @@ class ToTorchDist(MegatronConverter):
 
     def pieces(self, source: Path) -> Sequence[Piece]:
         model = self.model(source)
-        model.folder.check([hf for name in model.shapes for hf in model.folder.bridge.weight(name).names])
+        weights = {name: model.folder.bridge.weight(name) for name in model.shapes}
+        model.folder.check(
+            {k: v for name, weight in weights.items() for k, v in weight.shapes(model.shapes[name]).items()}
+        )
         return self.pieces_of(source, sum(file.stat().st_size for file in set(model.folder.files.values())))
 
     def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
@@ -261,11 +264,6 @@ class ToTorchDist(MegatronConverter):
         for name in model.names(piece):
             weight = bridge.weight(name)
             whole = weight.join(model.folder.read(weight.names))
-            if tuple(whole.shape) != model.shapes[name]:
-                raise ModelError(
-                    f"{source}: {', '.join(weight.names)} make {tuple(whole.shape)}, but the model of its config.json has "
-                    f"{model.shapes[name]} there."
-                )
             tensors[name] = whole.to(model.dtype_of(name))
         dist_checkpointing.save(
             model.sharded(tensors) | model.objects(piece),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slime_core.errors import ModelError
+from slime_core.model_folder import check_weights
+from slime_core.weight_files import file_of, shapes_in
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.plugin import Family
 from slime_megatron.plugin import BRIDGES, family_problems
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,11 +33,11 @@ class ModelFolder:
     @cached_property
     def files(self) -> dict[str, Path]:
         """The file that holds each tensor."""
-        found: dict[str, Path] = {}
-        for file in sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-        return found
+        return file_of(self.path)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return shapes_in(self.path)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,15 +56,22 @@ class ModelFolder:
                 raise ModelError(f"{self.files[name]}: {name} cannot be read: {error}") from error
         return tensors
 
-    def check(self, wanted: Iterable[str], *, unused: Iterable[str] = ()) -> None:
-        """ModelError for weights that are missing, and for those that the model has no place for. `wanted`: all names
-        of the whole model; `unused`: what else may be there."""
-        wanted = set(wanted)
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, unused: Iterable[str] = ()) -> None:
+        """ModelError for weights that are missing, those that the model has no place for, and those of another shape.
+        `wanted`: shapes of all weights of the whole model; `unused`: what else may be there."""
         problems = []
-        if missing := sorted(wanted - set(self.files)):
+        if missing := sorted(wanted.keys() - self.files.keys()):
             problems.append(f"{len(missing)} weights are missing from its files: {listed(missing)}")
-        if extra := sorted(name for name in set(self.files) - wanted - set(unused) if not self.bridge.ignores(name)):
+        if extra := sorted(
+            name for name in self.files.keys() - wanted.keys() - set(unused) if not self.bridge.ignores(name)
+        ):
             problems.append(f"the model has no place for {len(extra)} of its weights: {listed(extra)}")
+        if other := [
+            f"{name} (is {self.shapes[name]}, should be {shape})"
+            for name, shape in sorted(wanted.items())
+            if self.shapes.get(name, shape) != shape
+        ]:
+            problems.append(f"{len(other)} weights have other shapes than its config.json says: {listed(other)}")
         if problems:
             raise ModelError(f"{self.path}: " + "; ".join(problems) + ".")
 
@@ -99,13 +106,10 @@ def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = 
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if raw.get("quantization_config"):
         raise ModelError(f"{file}: its weights are quantised; give a folder with bfloat16 or float32 weights.")
-    if weights and not any(path.glob("*.safetensors")):
-        raise ModelError(f"{path}: it has no weights (*.safetensors).")
-    index = path / INDEX
-    if weights and index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        if missing := sorted(name for name in named if not (path / name).is_file()):
-            raise ModelError(f"{path}: {INDEX} names files that are not there: {', '.join(missing)}.")
+    if weights:
+        if not any(path.glob("*.safetensors")):
+            raise ModelError(f"{path}: it has no weights (*.safetensors).")
+        check_weights(path)
     return ModelFolder(path=path, bridge=kind(config=config), raw=raw)
 
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from slime_core.errors import ModelError
 from slime_core.training.joint_gather import gather_jointly
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.folder import ModelFolder
@@ -113,12 +112,26 @@ class WeightTable:
             LOCAL_EXPERT.sub("", entry.name) for entry in self.entries if entry.expert is not None
         )
 
-    def names_in_folder(self) -> list[str]:
-        """Of all tensors of the whole model."""
-        return [name for entry in self.entries for name in self._names(entry)]
+    def shapes_in_folder(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors of the whole model, by their names."""
+        found: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            for number in self._experts(entry):
+                found |= self._weight(entry, number).shapes(self._whole_shape(entry))
+        return found
 
-    def _names(self, entry: Entry) -> list[str]:
-        return [name for number in self._experts(entry) for name in self._weight(entry, number).names]
+    def _whole_shape(self, entry: Entry) -> list[int]:
+        shape = self._gathered_shape(entry)
+        if self._is_vocabulary(entry):
+            shape[0] = self._vocab_size
+        return shape
+
+    def _gathered_shape(self, entry: Entry) -> list[int]:
+        """With the rows that fill the vocabulary up."""
+        shape = list(entry.shape)
+        if entry.dim is not None:
+            shape[entry.dim] *= self._tp(entry).size()
+        return shape
 
     def _experts(self, entry: Entry) -> list[int | None]:
         """Numbers of the experts that EP ranks hold in this place."""
@@ -139,9 +152,11 @@ class WeightTable:
     @torch.no_grad()
     def load(self, folder: ModelFolder, *, fresh: Sequence[str] = ()) -> None:
         """Every rank reads what it holds. `fresh`: names that need not be in the folder."""
-        table_names = [name for name in self.names_in_folder() if name not in fresh or name in folder.files]
+        wanted = {
+            name: shape for name, shape in self.shapes_in_folder().items() if name not in fresh or name in folder.files
+        }
         # A value head takes the place of the language model's.
-        folder.check(table_names, unused=("lm_head.weight",) if fresh else ())
+        folder.check(wanted, unused=("lm_head.weight",) if fresh else ())
         for entry in self.entries:
             if entry.name not in self._tensors:
                 continue
@@ -155,13 +170,7 @@ class WeightTable:
             if entry.dim is not None:
                 group = self._tp(entry)
                 whole = weight.shard(whole, entry.dim, group.size())[group.rank()]
-            target = self._tensors[entry.name]
-            if whole.shape != target.shape:
-                raise ModelError(
-                    f"{folder.path}: {', '.join(weight.names)} make {tuple(whole.shape)}, but the model of its config.json has "
-                    f"{tuple(target.shape)} there."
-                )
-            target.copy_(whole)
+            self._tensors[entry.name].copy_(whole)
 
     def _is_vocabulary(self, entry: Entry) -> bool:
         return entry.name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -196,19 +205,13 @@ class WeightTable:
         batch: list[Entry] = []
         size = 0
         for entry in entries:
-            nbytes = len(self._experts(entry)) * math.prod(self._whole_shape(entry)) * entry.dtype.itemsize
+            nbytes = len(self._experts(entry)) * math.prod(self._gathered_shape(entry)) * entry.dtype.itemsize
             if batch and size + nbytes > JOINT_BYTES:
                 yield batch
                 batch, size = [], 0
             batch.append(entry)
             size += nbytes
         yield batch
-
-    def _whole_shape(self, entry: Entry) -> list[int]:
-        shape = list(entry.shape)
-        if entry.dim is not None:
-            shape[entry.dim] *= self._tp(entry).size()
-        return shape
 
     def _wholes(self, entries: Sequence[Entry], dtype: torch.dtype | None) -> dict[tuple[Entry, int | None], Tensor]:
         """By entry and the expert's number. All ranks call: gathered over EP and TP, then brought from its stage to the
@@ -241,7 +244,7 @@ class WeightTable:
         keys = [(entry, number) for entry in entries for number in self._experts(entry)]
         for (stage, kind), alike in groupby(keys, key=lambda key: (key[0].stage, dtypes[key[0]])):
             together = list(alike)
-            shapes = [self._whole_shape(entry) for entry, _ in together]
+            shapes = [self._gathered_shape(entry) for entry, _ in together]
             sizes = [math.prod(shape) for shape in shapes]
             if stage == self._pp.rank():
                 flat = torch.cat([found[key].reshape(-1) for key in together])

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slime_core.contracts.converter import Checksums, Converter, Piece
 from slime_core.errors import ModelError
-from slime_core.model_folder import read_model_config
-from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
+from slime_core.model_folder import check_weights, read_model_config
+from slime_core.weight_files import checksum_of, copy_small_files, gather_weights, shapes_in
 from slime_quantize.schemes import Scheme
 
 WEIGHTS: Final = "model.safetensors"
@@ -36,6 +36,10 @@ class QuantizeFolder(Converter):
         files = sorted(source.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{source}: it has no weights (*.safetensors).")
+        check_weights(source)
+        for name, shape in shapes_in(source).items():
+            if self.is_quantized(name, shape):
+                self._scheme.check(name, shape)
         return [Piece(name=file.stem, num_bytes=file.stat().st_size) for file in files]
 
     def is_quantized(self, name: str, shape: Sequence[int]) -> bool:
@@ -75,9 +79,7 @@ class QuantizeFolder(Converter):
     def kept(self, source: Path) -> list[str]:
         """Matrices that engines would look for in quantised form; the embedding is none."""
         found = {"lm_head"}
-        for name, file in file_of(source).items():
-            with safe_open(file, framework="pt") as opened:
-                shape = opened.get_slice(name).get_shape()
+        for name, shape in shapes_in(source).items():
             if (
                 name.endswith(".weight")
                 and len(shape) == 2
@@ -88,7 +90,7 @@ class QuantizeFolder(Converter):
         return sorted(found)
 
     def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
-        number = [other.name for other in self.pieces(source)].index(piece.name)
+        number = sorted(file.stem for file in source.glob("*.safetensors")).index(piece.name)
         found = {}
         file = sorted(target.glob("*.safetensors"))[number]
         with safe_open(file, framework="pt") as opened:

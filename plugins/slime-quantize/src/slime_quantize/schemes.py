@@ -34,6 +34,9 @@ class Scheme(ABC):
     def config(self, kept: Sequence[str]) -> Mapping[str, Any]:
         """`quantization_config` of config.json. `kept`: names of linear layers that are not quantised."""
 
+    def check(self, name: str, shape_OI: Sequence[int]) -> None:
+        """ModelError if a matrix of this shape has no scales."""
+
     def named(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As the engine looks for them."""
         return parts
@@ -79,6 +82,14 @@ class CompressedScheme(Scheme):
 
     activations: QuantizationArgs | None = None
 
+    def check(self, name: str, shape_OI: Sequence[int]) -> None:
+        size = self.weights.group_size
+        if size and shape_OI[1] % size:
+            raise ModelError(
+                f"{name}: its {shape_OI[1]} inputs are no multiple of group_size = {size}. Say another --group-size, or "
+                "leave such layers out with --ignore."
+            )
+
     def ranges(self, name: str, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         if self.weights.strategy == "tensor":
             return weight_OI.amin().reshape(1), weight_OI.amax().reshape(1)
@@ -86,11 +97,6 @@ class CompressedScheme(Scheme):
             return weight_OI.amin(1, keepdim=True), weight_OI.amax(1, keepdim=True)
         size = self.weights.group_size
         assert size is not None
-        if weight_OI.shape[1] % size:
-            raise ModelError(
-                f"{name}: its {weight_OI.shape[1]} inputs are no multiple of group_size = {size}. Say another --group-size, or "
-                "leave such layers out with --ignore."
-            )
         groups = weight_OI.unflatten(1, (-1, size))
         return groups.amin(2), groups.amax(2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -144,6 +145,13 @@ def server_options(config: Any) -> dict[str, Any]:
     return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}
 
 
+TRANSFER_PACKAGES: Final = {
+    "mooncake": "`pip install mooncake-transfer-engine`, without a GPU `pip install mooncake-transfer-engine-non-cuda`",
+    "nixl": "`pip install nixl`",
+}
+"""How to get what prefilling and decoding servers hand keys and values over with. Packages are imported by these names."""
+
+
 def problems_of_prefill(config: SglangOptions) -> list[str]:
     given = f"engine.prefill_servers = {config.prefill_servers}"
     problems = []
@@ -158,6 +166,13 @@ def problems_of_prefill(config: SglangOptions) -> list[str]:
         problems.append(f"{given}: external servers cannot be paired by the run. Leave it out.")
     if config.pause_mode != "abort":
         problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Use abort.')
+    # SGLang's own default.
+    backend = getattr(config, "disaggregation_transfer_backend", None) or "mooncake"
+    if backend in TRANSFER_PACKAGES and importlib.util.find_spec(backend) is None:
+        problems.append(
+            f'{given}: keys and values go over "{backend}", which is not installed here: {TRANSFER_PACKAGES[backend]}. Another '
+            "one: engine.disaggregation_transfer_backend."
+        )
     return problems
 
 
@@ -176,6 +191,16 @@ def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str)
             "multiple; on a CPU devices are processes."
         )
     return None
+
+
+def problem_of_external(config: Any, num_engines: int) -> str | None:
+    named, needed = len(config.external_engine_addrs), num_engines * config.servers
+    if named >= needed:
+        return None
+    return (
+        f"engine.external_engine_addrs names {named} servers, but {num_engines} engines of {config.servers} need {needed}. "
+        "Name more, or lower launcher.rollout_num_gpus."
+    )
 
 
 def problem_of_experts(config: Any) -> str | None:
@@ -267,7 +292,9 @@ class Sglang(EngineDriver):
                 f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
                 "which cannot give their memory back then. Use abort, or say --no-offload-rollout."
             )
-        if not config.external_engine_addrs:
+        if config.external_engine_addrs:
+            problems.append(problem_of_external(config, layout.num_engines))
+        else:
             problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
         return [problem for problem in problems if problem is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,22 @@ def scored(reply: Any, tokens: npt.NDArray[np.int32], count: int, server: str) -
     try:
         entries = reply["meta_info"]["input_token_logprobs"][-count:]
         found = np.array([entry[0] for entry in entries], np.float32)
-        ids = [int(entry[1]) for entry in entries]
+        said = [int(entry[1]) for entry in entries]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
             f"{server}: the answer to a request for log-probs is none: {type(error).__name__}: {error}; it says "
             f"{str(reply)[:300]}"
         ) from error
-    if ids != tokens[-count:].tolist() or not np.isfinite(found).all():
+    if not are_these(said, tokens[-count:].tolist(), last=int(tokens.max())) or not np.isfinite(found).all():
         raise EngineError(
-            f"{server}: was asked for the log-probs of {count} tokens, and answers with those of {ids[:8]} ..."
+            f"{server}: was asked for the log-probs of {count} tokens, and answers with those of {said[:8]} ..."
         )
     return np.minimum(found, 0.0)
+
+
+def are_these(said: Sequence[int], asked: Sequence[int], *, last: int) -> bool:
+    """Whether an answer is of the tokens asked for. SGLang says 0 for the last token of its vocabulary, where it clips what
+    stands for images, and gives that token's own log-prob; `last`: the only one that it can be."""
+    return len(said) == len(asked) and all(
+        told == token or (told == 0 and token == last) for told, token in zip(said, asked, strict=True)
+    )

@@ -26,6 +26,11 @@ class Weight(ABC):
     def part(self, whole: Tensor) -> list[Tensor]:
         """The inverse of `join`."""
 
+    def shapes(self, whole: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Of the folder's tensors, by their names. `whole`: the whole tensor's."""
+        parts = self.part(torch.empty(tuple(whole), device="meta"))
+        return {name: tuple(part.shape) for name, part in zip(self.names, parts, strict=True)}
+
     def shard(self, whole: Tensor, dim: int, count: int) -> list[Tensor]:
         """What each of `count` tensor-parallel ranks holds."""
         return list(whole.chunk(count, dim))

@@ -22,6 +22,7 @@ from slime_router.wire import WireCompletion, WireRequest
 
 UNAVAILABLE: Final = frozenset({429, 502, 503})
 """Statuses that say that nothing was generated, and that it may be tried again."""
+TOKEN_REFUSED: Final = frozenset({401, 403})
 ROUTER_ERROR: Final = "x-smg-error-code"
 """Set by sglang-router where it, not an engine, answers."""
 LOST: Final = "call_upstream"
@@ -205,4 +206,7 @@ def refusal(upstream: Upstream, answer: aiohttp.ClientResponse, body: bytes) -> 
     text = f"{upstream.url} answered with status {answer.status}: {body[:200].decode(errors='replace')}"
     if answer.status in UNAVAILABLE or (answer.status == 500 and answer.headers.get(ROUTER_ERROR, "").startswith(LOST)):
         return EngineUnavailable(text)
+    if answer.status in TOKEN_REFUSED:
+        # As it is, the caller would take it for a word about the token that it brought itself.
+        return BadAnswer(f"{text}. It wants another token of the router: say --upstream-token-file FILE.")
     return Refused(text, status=answer.status, body=body, content_type=answer.content_type)
