@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -104,10 +105,8 @@ def fused_kernel() -> Callable[..., Any] | None:
     fla goes round with tilelang (https://github.com/fla-org/flash-linear-attention/issues/640)."""
     if find_spec("fla") is None:
         return None
-    import triton  # type: ignore[import-untyped]
-
     on_hopper = torch.cuda.get_device_capability()[0] == 9
-    if on_hopper and Version("3.4") <= Version(triton.__version__) < Version("3.7.1") and find_spec("tilelang") is None:
+    if on_hopper and Version("3.4") <= Version(version("triton")) < Version("3.7.1") and find_spec("tilelang") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 

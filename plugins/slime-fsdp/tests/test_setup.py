@@ -51,6 +51,12 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
         (other / "config.json").write_text(json.dumps({"model_type": model_type}))
         refused(other, text)
     refused(copy_of(source, tmp_path / "deeper", num_hidden_layers=3, layer_types=None), "weights are missing")
+    other = copy_of(source, tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"])
+    refused(
+        other, r"4 tensors of its files are none of a llama model's, such as model.layers.0.self_attn.k_norm.weight"
+    )
+    shallower = copy_of(source, tmp_path / "shallower", num_hidden_layers=1, layer_types=None)
+    refused(shallower, r"none of a qwen3 model's, such as model.layers.1.input_layernorm.weight")
     index = copy_of(source, tmp_path / "index")
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     refused(index, "model-2.safetensors")

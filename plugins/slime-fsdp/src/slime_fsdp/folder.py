@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -54,6 +54,18 @@ class ModelFolder:
         """transformers' class for this head and model."""
         return AutoModelForImageTextToText if self.sees_images and self.head == "lm" else HEADS[self.head]
 
+    def unknown(self, unexpected: Iterable[str]) -> list[str]:
+        """Of the names that transformers did not expect, those that belong to nothing: neither to another head nor to layers of
+        multi-token prediction behind the model's own. Code that came with the model may leave out what it likes."""
+        if self.trust_remote_code and hasattr(self.config, "auto_map"):
+            return []
+        text = self.config.get_text_config()
+        ahead = getattr(text, "num_nextn_predict_layers", None) or 0
+        known = [f".layers.{text.num_hidden_layers + number}." for number in range(ahead)]
+        if self.head == "value":
+            known.append("lm_head.")
+        return sorted(name for name in unexpected if not any(part in name for part in known))
+
     def attention(self, implementation: str) -> Any:
         """Packed attention is the language model's; patches attend by whole images, in transformers' own way."""
         if not self.sees_images:
@@ -98,6 +110,11 @@ class ModelFolder:
         if missing:
             some = ", ".join(sorted(missing)[:3])
             raise ModelError(f"{self.path}: {len(missing)} weights are missing from its files, such as {some}.")
+        if extra := self.unknown(info["unexpected_keys"]):
+            raise ModelError(
+                f"{self.path}: {len(extra)} tensors of its files are none of a {self.config.model_type} model's, such as "
+                f"{', '.join(extra[:3])}. Training would lose them; is its config.json another model's?"
+            )
         return model.eval()
 
 
