@@ -7,10 +7,11 @@ What runs is what a run has: the backend's export, the transport's sender on eac
 and the engine. Two clocks: `push_s` is the push alone, with the engine paused; `fresh_s` goes from the moment the
 weights have changed on the trainer's devices, over pause, push and resume, to the first answer by the new version.
 
---source whole: the tensors lie whole and in bfloat16 on one rank. --source fsdp: backend fsdp's export, which gathers
-from --trainer-ranks ranks and converts. Between two pushes one row in twenty of every matrix changes, which is what
-`delta` has to send. With transport ipc the server stands on the trainer's devices, with the others behind them (disk and
-delta beside the trainer where there is no device left; leave it room: --engine '{"mem_fraction_static": 0.3}').
+--source whole: the tensors lie whole and in bfloat16 on one rank. --source fsdp, megatron: the backend's export, which gathers
+from --trainer-ranks ranks (megatron: tensor-parallel ones) and converts. Between two pushes one row in twenty of every matrix
+changes, which is what `delta` has to send. With transport ipc the server stands on the trainer's devices, with the others
+behind them (disk and delta beside the trainer where there is no device left; leave it room: --engine
+'{"mem_fraction_static": 0.3}').
 `copy_gb_s` is what one copy of 1 GiB reaches: on the device (ipc), to the next device (distributed), to the host (disk
 and delta). One JSON line for each case, the median of --repeats after one push that is not counted.
 """
@@ -78,8 +79,9 @@ class Source:
             self._whole = {name: state[name] for name in state if not (tied and name == "lm_head.weight")}
             return
         registry = Registry()
-        resolved = registry.resolve(groups.BACKENDS, "fsdp", where="benchmark")
-        self._backend = resolved.driver.build(bind(resolved, {}, where="backend"))
+        resolved = registry.resolve(groups.BACKENDS, asked.source, where="benchmark")
+        options = {"tensor_model_parallel_size": asked.trainer_ranks} if asked.source == "megatron" else {}
+        self._backend = resolved.driver.build(bind(resolved, options, where="backend"))
         self._backend.setup(
             TrainerSetup(
                 role="actor",
@@ -94,7 +96,8 @@ class Source:
                 seed=0,
             )
         )
-        self._model = self._backend._ready.model.model
+        ready = self._backend._ready
+        self._model = ready.model.model if asked.source == "fsdp" else torch.nn.ModuleList(ready.bare)
 
     def change(self) -> None:
         """What an optimiser step would do; returns when it is done."""
@@ -340,14 +343,14 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--transports", type=lambda text: text.split(","), default=["ipc", "distributed", "disk"])
     parser.add_argument("--buckets", type=lambda text: [int(part) for part in text.split(",")], default=[512, 2048])
-    parser.add_argument("--source", choices=["whole", "fsdp"], default="whole")
+    parser.add_argument("--source", choices=["whole", "fsdp", "megatron"], default="whole")
     parser.add_argument("--trainer-ranks", type=int, default=1)
     parser.add_argument("--engine-ranks", type=int, default=1, help="devices of the engine (tensor parallel)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", type=json.loads, default={}, help="the engine's options as JSON")
     asked = parser.parse_args()
     if asked.source == "whole" and asked.trainer_ranks > 1:
-        parser.error("--source whole is one rank; several ranks need --source fsdp")
+        parser.error("--source whole is one rank; several ranks need --source fsdp or megatron")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", asked.shape, asked.device)
