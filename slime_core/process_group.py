@@ -1,8 +1,8 @@
 """Groups of processes, and their end.
 
-A server's main process starts others: SGLang's a scheduler for each device, a detokenizer, and what compiles kernels. They
-share its process group, but each ends when its own memory is given back: a scheduler holds that of its device, and its
-ports, for a while after the main process has gone.
+A server's main process starts others: a scheduler for each device, what compiles kernels. They share its process group, but
+each ends when its own memory is given back: a scheduler holds that of its device, and its ports, for a while after the main
+process has gone.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def part(kind):
 
 @pytest.fixture
 def worker(tmp_path):
-    file = PluginFile(path=Path("fakes.py"), text=PLUGIN, sha256="f" * 64)
+    file = PluginFile(path=Path("ranks.py"), text=PLUGIN, sha256="e" * 64)
     parts = [part(kind) for kind in ("backends", "transports", "losses")]
     spec = TrainWorkerSpec(
         agreement=Agreement.of([one.resolve(Registry([file])) for one in parts], [file]),
