@@ -74,8 +74,14 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
         for request, answer in zip(requests, await engine.generate(requests), strict=True):
             require_close(new.double(), request, answer)
 
-        router = engine._fleet.router
-        assert await router.workers() == {server.address for server in engine._fleet.servers}
+        # Workers leave and come back while the router runs.
+        router, server = engine._fleet.router, engine._fleet.servers[1]
+        await router.remove(server)
+        assert server.address not in await router.workers()
+        assert len(await engine.generate(requests)) == len(requests)
+        await router.add(server)
+        assert server.address in await router.workers()
+
         await require_middlewares(router.connection, tiny, tmp_path)
 
         # In turn, so that one is on the server that dies; the other one's may have ended before the death is noticed.

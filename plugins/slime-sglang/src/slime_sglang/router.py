@@ -44,24 +44,37 @@ class Router:
     connection: Connection
     process: ServerProcess
 
-    async def workers(self) -> set[str]:
-        """Addresses of the servers behind it."""
+    async def workers(self) -> dict[str, str]:
+        """Ids of the servers behind it, by address."""
         answer = await self.connection.get("/workers", timeout_s=30.0)
         try:
-            return {str(worker["url"]) for worker in answer["workers"]}
+            return {str(worker["url"]): str(worker["id"]) for worker in answer["workers"]}
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self.connection.name}: /workers answers {str(answer)[:300]}") from error
 
-    async def add(self, server: Connection, role: WorkerRole) -> None:
+    async def add(self, server: Connection, role: WorkerRole | None = None) -> None:
         """Puts a server behind it; returns when it gets requests."""
-        body = {"url": server.address, "api_key": server.token, **role.body}
+        body = {"url": server.address, "api_key": server.token, **(role or WorkerRole()).body}
         await self.connection.post("/workers", body, timeout_s=30.0)
+        await self._until_listed(server.address, listed=True)
+
+    async def remove(self, server: Connection) -> None:
+        """Takes a server away; returns when it gets no more requests."""
+        workers = await self.workers()
+        if server.address not in workers:
+            raise EngineError(
+                f"{self.connection.name}: {server.address} is not behind it: {', '.join(workers) or 'nothing is'}."
+            )
+        await self.connection.ask("DELETE", f"/workers/{workers[server.address]}", None, timeout_s=30.0)
+        await self._until_listed(server.address, listed=False)
+
+    async def _until_listed(self, address: str, *, listed: bool) -> None:
         deadline = time.monotonic() + READY_S
-        while server.address not in await self.workers():
+        while (address in await self.workers()) is not listed:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self.connection.name}: {server.address} has not arrived in {READY_S:g} s. Last lines of "
-                    f"{self.process.log}:\n{self.process.last_lines()}"
+                    f"{self.connection.name}: {address} has not {'arrived' if listed else 'gone'} in {READY_S:g} s. Last "
+                    f"lines of {self.process.log}:\n{self.process.last_lines()}"
                 )
             await asyncio.sleep(POLL_S)
 
