@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
@@ -26,6 +25,7 @@ from slime_core.errors import ModelError
 from slime_core.invariant.mode import InvariantKernels
 from slime_core.invariant.products import product_shapes, require_equal_rows
 from slime_core.onednn import onednn_available, use_onednn
+from slime_core.training.file_form import is_as_in_files
 from slime_core.training.head import EntropyMode, chunk_positions
 from slime_core.training.rounded_adamw import STORED
 from slime_core.training.rows import Take
@@ -135,11 +135,7 @@ class PackedModel(nn.Module):
 
     @cached_property
     def is_as_in_files(self) -> bool:
-        """Whether files hold the tensors that memory does. Otherwise transformers takes them apart, and looks through the whole
-        model each time."""
-        none: dict[str, Tensor] = {}
-        # What has nothing to revert comes back as it is.
-        return revert_weight_conversion(self.model, none) is none
+        return is_as_in_files(self.model)
 
     def shards(self) -> Iterator[FSDPModule]:
         return (module for module in self.modules() if isinstance(module, FSDPModule))

@@ -13,6 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import EngineError, near_matches
+from slime_core.training.file_form import is_as_in_files
 from slime_core.types.weights import Bucket
 
 _LISTED = 8
@@ -38,9 +39,7 @@ class WeightLoader:
 
     @cached_property
     def _is_as_in_files(self) -> bool:
-        none: dict[str, Tensor] = {}
-        # What has nothing to revert comes back as it is.
-        return revert_weight_conversion(self._model, none) is none
+        return is_as_in_files(self._model)
 
     @torch.no_grad()
     def load(self, bucket: Bucket) -> bool:

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -233,14 +233,22 @@ class WeightTable:
             (parallel_state.get_tensor_model_parallel_group(), False),
             (parallel_state.get_expert_tensor_parallel_group(), True),
         ):
-            cut = [key for key in found if key[0].dim is not None and (key[0].expert is not None) == experts]
             if group.size() == 1:
                 continue
+            cut = [key for key in found if key[0].dim is not None and (key[0].expert is not None) == experts]
             for key, shards in zip(cut, all_parts([found[key] for key in cut], group), strict=True):
                 assert key[0].dim is not None
                 found[key] = self._weight(*key).unshard(shards, key[0].dim)
-        if self._pp.size() == 1:
-            return found
+        return found if self._pp.size() == 1 else self._over_stages(found, entries, dtypes)
+
+    def _over_stages(
+        self,
+        found: Mapping[tuple[Entry, int | None], Tensor],
+        entries: Sequence[Entry],
+        dtypes: Mapping[Entry, torch.dtype],
+    ) -> dict[tuple[Entry, int | None], Tensor]:
+        """What each stage has found, on all of them; one broadcast for neighbours of a stage and dtype."""
+        everywhere: dict[tuple[Entry, int | None], Tensor] = {}
         keys = [(entry, number) for entry in entries for number in self._experts(entry)]
         for (stage, kind), alike in groupby(keys, key=lambda key: (key[0].stage, dtypes[key[0]])):
             together = list(alike)
@@ -251,10 +259,9 @@ class WeightTable:
             else:
                 flat = torch.empty(sum(sizes), dtype=kind, device=self._device)
             dist.broadcast(flat, group=self._pp, group_src=stage)
-            found.update(
-                {key: part.view(shape) for key, part, shape in zip(together, flat.split(sizes), shapes, strict=True)}
-            )
-        return {key: found[key] for key in keys}
+            for key, part, shape in zip(together, flat.split(sizes), shapes, strict=True):
+                everywhere[key] = part.view(shape)
+        return everywhere
 
     @property
     def _device(self) -> torch.device:
