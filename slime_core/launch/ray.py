@@ -25,7 +25,7 @@ from slime_core.launch.ray_actors import EngineActor, Location, TrainActor
 from slime_core.launch.ray_cluster import LOOPBACK, RayCluster, fits, written
 from slime_core.launch.ray_crew import Crew, Member, Roster, together
 from slime_core.launch.ray_handles import RayEngine, RayRank
-from slime_core.process_group import group_gone
+from slime_core.process_end import group_gone
 from slime_core.rollout.seat import EngineHandle
 from slime_core.workers.engine import EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorkerSpec

@@ -11,7 +11,7 @@ KERNEL = Path(slime_core.__file__).parent
 
 # The rooms of slime_core, from the lowest level to the highest. A new room is one more word here.
 LEVELS = [
-    {"__init__", "types", "errors", "groups", "heap", "loop_watch", "process_group", "storage"},
+    {"__init__", "types", "errors", "groups", "heap", "loop_watch", "process_end", "storage"},
     {"contracts", "hookspecs", "mark", "plugin", "entry", "install_hints"},
     {"registry", "hooks", "config", "plugin_file"},
     {"buffer", "batch", "rollout", "launch", "workers", "checkpoint"}

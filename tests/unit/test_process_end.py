@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from slime_core.process_group import group_gone, has_ended, processes_of
+from slime_core.process_end import group_gone, has_ended, processes_of
 
 SPAWNS = (
     "import subprocess, sys; print(subprocess.Popen(['sleep', sys.argv[1]], stdout=subprocess.DEVNULL).pid, flush=True)"

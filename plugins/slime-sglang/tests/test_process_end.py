@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_core import process_group
+from slime_core import process_end
 from slime_core.errors import EngineError
-from slime_core.process_group import has_ended
+from slime_core.process_end import has_ended
 from slime_sglang.process import ServerProcess
 
 MAIN = """
@@ -68,7 +68,7 @@ async def test_nothing_is_left_when_it_has_stopped(started):
 async def test_children_of_a_server_that_has_died_end_too(started):
     """They are found by its group."""
     server = started("--ends")
-    in_group = [pid for pid in psutil.pids() if process_group.group_of(pid) == server.pid]
+    in_group = [pid for pid in psutil.pids() if process_end.group_of(pid) == server.pid]
     server._process.wait(60)
     children = [pid for pid in in_group if pid != server.pid]
     assert [runs(pid) for pid in children] == [True]
@@ -80,7 +80,7 @@ async def test_what_does_not_end_is_named(started, monkeypatch):
     """A process that the kernel cannot end, in a driver that hangs: here it is only said to be one."""
     server = started()
     monkeypatch.setattr("slime_sglang.process.END_S", 0.1)
-    monkeypatch.setattr(process_group, "has_ended", lambda process: False)
+    monkeypatch.setattr(process_end, "has_ended", lambda process: False)
     with pytest.raises(
         EngineError, match=rf"process group {server.pid} was killed, and has not ended within 0.1 s: \d+, "
     ):
