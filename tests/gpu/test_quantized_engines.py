@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slime_core import groups
 from slime_core.contracts.engine import EngineSetup
-from slime_core.errors import EngineError
 from slime_core.registry import Registry, bind
 from slime_core.workers.buckets import buckets_of
 
@@ -42,6 +41,13 @@ FOLDERS: Mapping[str, Sequence[str]] = {
 }
 NATS = {"plain": 0.05, "block": 0.15, "channel": 0.15, "tensor": 0.2, "int4": 0.6, "online": 0.15}
 """Mean distance from transformers in float32; uniform guesses are more than 2 nats away. Four bits are coarse."""
+
+
+class Models(NamedTuple):
+    model: Path
+    other: Path
+    of_model: npt.NDArray[np.float32]
+    of_other: npt.NDArray[np.float32]
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -73,12 +79,12 @@ async def scores(engine: Any) -> npt.NDArray[np.float32]:
     return np.stack(await engine.score(sequences(), [LENGTH - 1] * SEQUENCES))
 
 
-async def serve(number: int, folder: Path, run_dir: Path, new: Path | None = None, **options: Any) -> list[Any]:
+async def serve(folder: Path, run_dir: Path, new: Path | None = None, **options: Any) -> list[Any]:
     """What a server of the folder says; and what it says once it has been sent the weights of `new`."""
     resolved = Registry().resolve(groups.ENGINES, "sglang", where="test")
     engine = resolved.driver.build(bind(resolved, SERVER | options, where="engine"))
     setup = EngineSetup(
-        index=number, model_path=folder, device="cuda", seed=0, max_context_len=512, max_batch=16, run_dir=run_dir
+        index=0, model_path=folder, device="cuda", seed=0, max_context_len=512, max_batch=16, run_dir=run_dir
     )
     await engine.start(setup)
     try:
@@ -95,31 +101,35 @@ async def serve(number: int, folder: Path, run_dir: Path, new: Path | None = Non
         await engine.stop()
 
 
-def test_servers_of_quantised_weights_say_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, other = write_model(tmp_path / "model", 1), write_model(tmp_path / "other", 2)
-    for name, words in FOLDERS.items():
-        subprocess.run([*SLIME, "convert", str(model), str(tmp_path / name), *words], check=True)
-
-    # Its kernels are compiled at first use, for minutes, by headers that an installation may lack.
+@pytest.fixture(autouse=True)
+def without_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are compiled at first use, for minutes, by headers that an installation may lack."""
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
-    found: dict[str, Any] = {}
-    # One after the other: a server counts what is free of the GPU when it starts.
-    for name in ("plain", *FOLDERS, "online"):
-        folder = tmp_path / name if name in FOLDERS else model
-        new, options = (other, {"quantization": "fp8"}) if name == "online" else (None, {})
-        try:
-            found[name] = asyncio.run(serve(len(found), folder, tmp_path, new, **options))
-        except EngineError as error:
-            found[name] = error
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    model, other = write_model(folder / "model", 1), write_model(folder / "other", 2)
     of_model, of_other = expected(model), expected(other)
-    far = {}
-    for name, said in found.items():
-        if isinstance(said, BaseException):
-            far[name] = str(said)
-            continue
-        away = [float(np.abs(a - b).mean()) for a, b in zip(said, (of_model, of_other), strict=False)]
-        print(f"{name}: {away} nats from transformers in float32")
-        if max(away) > NATS[name]:
-            far[name] = away
     assert np.abs(of_model - of_other).mean() > 1, "two models that could not be told apart"
-    assert not far, far
+    return Models(model, other, of_model, of_other)
+
+
+@pytest.mark.parametrize("name", ["plain", *FOLDERS])
+def test_a_server_of_quantised_weights_says_what_the_model_says(name: str, models: Models, tmp_path: Path) -> None:
+    folder = models.model
+    if name in FOLDERS:
+        folder = tmp_path / name
+        subprocess.run([*SLIME, "convert", str(models.model), str(folder), *FOLDERS[name]], check=True)
+    (said,) = asyncio.run(serve(folder, tmp_path))
+    away = float(np.abs(said - models.of_model).mean())
+    print(f"{name}: {away:.4f} nats from transformers in float32")
+    assert away < NATS[name]
+
+
+def test_a_server_quantises_what_a_trainer_sends(models: Models, tmp_path: Path) -> None:
+    before, after = asyncio.run(serve(models.model, tmp_path, models.other, quantization="fp8"))
+    away = [float(np.abs(said - of).mean()) for said, of in ((before, models.of_model), (after, models.of_other))]
+    print(f"online: {away} nats from transformers in float32")
+    assert max(away) < NATS["online"]

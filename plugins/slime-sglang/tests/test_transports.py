@@ -345,9 +345,14 @@ def test_no_engine_is_asked_to_flush(driver, ranks, stack):
 
 def test_a_draft_with_a_folder_of_its_own_keeps_its_weights(ranks, stack):
     """SGLang would load what is sent into both; what the model brings for drafts lies in the model's folder."""
-    engines = [Engine(stack, number) for number in range(3)]
-    for engine, draft in zip(engines, ("/draft", "/model", None), strict=True):
-        engine.partner.server_info = {"model_path": "/model", "speculative_draft_model_path": draft}
+    engines = [Engine(stack, number) for number in range(4)]
+    speculating = [("EAGLE3", "/draft"), ("EAGLE", "/model"), (None, None), ("STANDALONE", "/model")]
+    for engine, (algorithm, draft) in zip(engines, speculating, strict=True):
+        engine.partner.server_info = {
+            "model_path": "/model",
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": draft,
+        }
     bodies = [[] for _ in engines]
     for engine, seen in zip(engines, bodies, strict=True):
         engine.partner.answer = lambda path, body, seen=seen, answer=engine.partner.answer: (
@@ -355,7 +360,7 @@ def test_a_draft_with_a_folder_of_its_own_keeps_its_weights(ranks, stack):
             answer(path, body),
         )[1]
     ranks(Ipc).send(weights(1), 1, *engines)
-    assert [{body["disable_draft_model"] for body in seen} for seen in bodies] == [{True}, {False}, {False}]
+    assert [{body["disable_draft_model"] for body in seen} for seen in bodies] == [{True}, {False}, {False}, {True}]
 
 
 def test_a_group_lives_as_long_as_its_engines(ranks, stack):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60.0
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Keys of config.json that tell one model from another of its architecture."""
+STANDALONE = "STANDALONE"
+"""Speculative decoding by a whole model of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +97,11 @@ class Features:
 
 
 def has_other_draft(args: Mapping[str, Any]) -> bool:
-    """Whether a server speculates with the weights of another folder than the model's: with what the model itself brings for
-    it (layers of multi-token prediction), SGLang names the model's folder. New weights of the model are none of its own.
-    `args`: the answer of /server_info."""
+    """Whether a server speculates with a model that new weights are none of. What the model itself brings for it (layers of
+    multi-token prediction) is no such: there SGLang names the model's folder. A STANDALONE draft always is: SGLang dies of a
+    push that is meant for it too. `args`: the answer of /server_info."""
+    if str(args.get("speculative_algorithm")).upper() == STANDALONE:
+        return True
     draft = args.get("speculative_draft_model_path")
     return draft is not None and draft != args.get("model_path")
 
