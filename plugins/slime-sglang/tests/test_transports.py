@@ -284,7 +284,7 @@ def test_an_engine_that_hangs_is_an_error_after_the_timeout(driver, ranks, stack
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     engine = Engine(stack, 2)
     engine.endpoint = replace(engine.endpoint, url=f"http://127.0.0.1:{silent.getsockname()[1]}")
-    rank = ranks(driver, update_weights_timeout=0.3)
+    rank = ranks(driver, update_weights_timeout=1.0)
     with pytest.raises(EngineError, match=r"engine 2|has not ended"):
         rank.send(weights(1), 1, engine)
 
