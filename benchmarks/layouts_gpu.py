@@ -12,7 +12,10 @@ end a table of losses and gradient norms side by side, and exits with 1 if one i
 
     gradient norm of each parity step     relative, --norm-tolerance
     loss of each parity step              of the largest change from the first step, and of 1e-3 at least: --loss-tolerance
-    log-probs after them                  mean absolute difference of tokens, --log-prob-tolerance
+    log-probs before and after them       mean absolute difference of tokens, --log-prob-tolerance
+
+What is computed in bfloat16 is not the same twice. Layout `again` is one GPU with its micro-batches in the other order; how far
+it is from itself is what the others are to be read beside: Adam's first steps are as large where a gradient is but noise.
 
 `mfu` is that of `train_gpu.py`, for each GPU; of a mixture of experts, parameters that a token is computed with count.
 """
@@ -51,12 +54,15 @@ class LayoutCase:
     options: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
     """On one GPU: what the others are compared with."""
+    backwards: bool = False
+    """One GPU once more, its micro-batches in the other order: how far apart are computations that are the same?"""
     experts: bool = False
 
 
 LAYOUTS = {
     "megatron": {
         "one": LayoutCase(alone=True),
+        "again": LayoutCase(alone=True, backwards=True),
         "dp": LayoutCase(),
         "tp": LayoutCase({"tensor_model_parallel_size": "ranks", "sequence_parallel": True}),
         "pp": LayoutCase({"pipeline_model_parallel_size": "ranks"}),
@@ -66,6 +72,7 @@ LAYOUTS = {
     },
     "fsdp": {
         "one": LayoutCase(alone=True),
+        "again": LayoutCase(alone=True, backwards=True),
         "dp": LayoutCase(),
         "cp": LayoutCase({"context_parallel_size": "ranks"}),
         "moe-one": LayoutCase(alone=True, experts=True),
@@ -82,6 +89,7 @@ class Rank:
     backend: TrainBackend
     layout: Any
     objective: TokenObjective
+    backwards: bool
 
     @classmethod
     def start(cls, asked: argparse.Namespace, told: dict[str, Any]) -> Rank:
@@ -107,12 +115,13 @@ class Rank:
         objective = TokenObjective(
             loss=clip.driver.build(bind(clip, {}, where="algo.loss")), needs=frozenset(clip.driver.needs)
         )
-        return cls(asked=asked, backend=backend, layout=layout, objective=objective)
+        return cls(asked=asked, backend=backend, layout=layout, objective=objective, backwards=told["backwards"])
 
     def batch(self, seed: int, vocab: int) -> tuple[Batch, list[np.ndarray]]:
         """The same on every rank, and this one's micro-batches of it."""
         batch, parts = make_batch(self.asked, vocab, seed)
-        return batch, parts[self.layout.dp_rank :: self.layout.dp_size]
+        mine = parts[self.layout.dp_rank :: self.layout.dp_size]
+        return batch, mine[::-1] if self.backwards else mine
 
     def score(self, batch: Batch, parts: list[np.ndarray]) -> np.ndarray:
         """(M,) float32 of all response tokens; NaN where other ranks hold them. Ranks that share matrices all need theirs."""
@@ -141,7 +150,7 @@ def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
     vocab = SHAPES[told["shape"]]["vocab_size"]
     rank = Rank.start(asked, told)
     batch, parts = rank.batch(0, vocab)
-    old = rank.score(batch, parts)
+    before = old = rank.score(batch, parts)
     reports = [rank.step(batch, parts, old, 0) for _ in range(asked.parity_steps)]
     after = rank.score(batch, parts)
     if asked.device == "cuda":
@@ -172,7 +181,7 @@ def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if asked.device == "cuda" else 0.0,
     }
     out = Path(told["out"])
-    np.save(out / f"log_probs_{told['rank']}.npy", after)
+    np.save(out / f"log_probs_{told['rank']}.npy", np.stack([before, after]))
     (out / f"rank_{told['rank']}.json").write_text(json.dumps(result))
     rank.backend.close()
 
@@ -192,6 +201,7 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
                 "world_size": world_size,
                 "rendezvous": f"file://{out / 'rendezvous'}",
                 "options": options,
+                "backwards": case.backwards,
                 "model": str(model),
                 "shape": shape,
                 "out": str(out),
@@ -262,14 +272,15 @@ def compared(found: dict[str, Any], one: dict[str, Any], asked: argparse.Namespa
     moved = max(1e-3, *(abs(loss - one["losses"][0]) for loss in one["losses"]))
     norm = max(abs(a - b) / b for a, b in zip(found["norms"], one["norms"], strict=True))
     loss = max(abs(a - b) for a, b in zip(found["losses"], one["losses"], strict=True)) / moved
-    log_prob = float(np.abs(found["log_probs"] - one["log_probs"]).mean())
+    before, after = (float(part) for part in np.abs(found["log_probs"] - one["log_probs"]).mean(axis=1))
     within = (
         norm <= asked.norm_tolerance
         and loss <= asked.loss_tolerance
-        and log_prob <= asked.log_prob_tolerance
-        and math.isfinite(log_prob)
+        and max(before, after) <= asked.log_prob_tolerance
+        and math.isfinite(before + after)
     )
-    apart = {"norm": float(f"{norm:.2g}"), "loss": float(f"{loss:.2g}"), "log_prob": float(f"{log_prob:.2g}")}
+    named = {"norm": norm, "loss": loss, "log_prob_before": before, "log_prob_after": after}
+    apart = {name: float(f"{value:.2g}") for name, value in named.items()}
     return {"apart": apart, "within_tolerance": within}
 
 
@@ -280,7 +291,7 @@ def run_all(asked: argparse.Namespace) -> bool:
     if unknown := set(wanted) - set(cases):
         raise SystemExit(f"--layouts: no {', '.join(sorted(unknown))}; there is {', '.join(cases)}")
     kinds = {cases[name].experts for name in wanted}
-    before = [name for name, case in cases.items() if case.alone and case.experts in kinds]
+    before = [name for name, case in cases.items() if case.alone and not case.backwards and case.experts in kinds]
     wanted = before + [name for name in wanted if name not in before]
     alone: dict[bool, dict[str, Any]] = {}
     found: list[dict[str, Any]] = []
@@ -295,7 +306,7 @@ def run_all(asked: argparse.Namespace) -> bool:
                 if asked.device == "cuda":
                     torch.cuda.empty_cache()
             result = run_layout(name, case, models[shape], shape, asked)
-            if case.alone and "error" not in result:
+            if name in before and "error" not in result:
                 alone[case.experts] = result
             if "error" not in result and case.experts in alone:
                 result |= compared(result, alone[case.experts], asked)
@@ -307,7 +318,7 @@ def run_all(asked: argparse.Namespace) -> bool:
 
 
 def print_table(found: list[dict[str, Any]]) -> None:
-    print("\n| layout | shape | losses | gradient norms | apart: norm, loss, log-prob | tok/s/GPU | mfu | peak GiB |")
+    print("\n| layout | shape | losses | gradient norms | apart: norm, loss, log-probs | tok/s/GPU | mfu | peak GiB |")
     print("|---|---|---|---|---|---:|---:|---:|")
     for result in found:
         if "error" in result:

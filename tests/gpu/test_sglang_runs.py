@@ -86,6 +86,12 @@ def assert_engine_has_the_trainers_weights(folder: Path) -> None:
         assert step["train/train_rollout_logprob_abs_diff"] < 0.03
 
 
+def assert_it_speculated(folder: Path) -> None:
+    for step in metrics(folder, "rollout/step"):
+        assert step["rollout/spec_accept_length"] >= 1
+        assert 0 <= step["rollout/spec_accept_rate"] <= 1
+
+
 def test_drafts_of_another_model_keep_its_weights(tmp_path: Path) -> None:
     new_model(tmp_path, "base", 256, "--num-layers", "4")
     new_model(tmp_path, "other", 128, "--num-layers", "1", "--seed", "7")
@@ -95,7 +101,7 @@ def test_drafts_of_another_model_keep_its_weights(tmp_path: Path) -> None:
     )
     folder = run(tmp_path, ENGINE + draft)
     assert_engine_has_the_trainers_weights(folder)
-    assert all(step["rollout/spec_verify_ct"] > 0 for step in metrics(folder, "rollout/step"))
+    assert_it_speculated(folder)
 
 
 def test_a_model_drafts_with_its_own_layer_which_is_trained_too(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_a_model_drafts_with_its_own_layer_which_is_trained_too(tmp_path: Path) 
     )
     folder = run(tmp_path, ENGINE + draft, backend='name = "megatron", mtp_num_layers = 1')
     assert_engine_has_the_trainers_weights(folder)
-    assert all(step["rollout/spec_verify_ct"] > 0 for step in metrics(folder, "rollout/step"))
+    assert_it_speculated(folder)
     losses = [step["train/mtp_1_loss"] for step in metrics(folder, "train/step")]
     assert losses[-1] < losses[0]
 
