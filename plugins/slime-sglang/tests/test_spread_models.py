@@ -28,7 +28,7 @@ def played(tmp_path_factory):
     script = Path(__file__).with_name("spread_models.py")
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     run = subprocess.run(
-        [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

@@ -154,10 +154,9 @@ def require_plain(name: str, own: str, module: Any, parameter: Tensor) -> None:
     if own not in PLAIN or not parameter.is_floating_point() or parameter.element_size() < 2:
         raise UnknownPart(f"what {name} is made of is not known")
     method = getattr(module, "quant_method", None)
-    packed = getattr(module, "use_intel_amx_backend", False)
-    if isinstance(module, LinearBase) and (
-        packed or type(method).__name__ not in UNQUANTIZED or (own == "weight" and parameter.dim() != 2)
-    ):
+    plain = method is None or type(method).__name__ in UNQUANTIZED
+    matrix = parameter.dim() == 2 or own != "weight" or not isinstance(module, LinearBase)
+    if not plain or not matrix or getattr(module, "use_intel_amx_backend", False):
         raise UnknownPart(f"{name} of {tuple(parameter.shape)} ({type(method).__name__}) is not a plain matrix")
     if getattr(module, "use_presharded_weights", False):
         raise UnknownPart(f"{name} comes from files that are sharded already")
