@@ -91,3 +91,16 @@ def test_what_does_not_fit(good, tiny):
 def test_a_folder_without_safetensors_checks_what_it_can(good):
     order = BucketOrder(Path("/nonexistent"), "engine 0")
     order.check(good[0])
+
+
+def test_what_sglang_would_forget_is_refused(tmp_path):
+    """Of latent attention; a model without the first of the two has the second alone."""
+    both = {f"layers.0.{name}.weight": torch.zeros(2) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+    q, kv = both
+    (together,) = buckets_of(both, 1, 1)
+    BucketOrder(tmp_path, "engine 0").check(together)
+    (alone,) = buckets_of({kv: both[kv]}, 1, 1)
+    BucketOrder(tmp_path, "engine 0").check(alone)
+    (parted,) = buckets_of({q: both[q]}, 1, 1)
+    with pytest.raises(EngineError, match=rf"bucket 0 .*{q} comes without {kv}.*sync\.update_weight_buffer_size"):
+        BucketOrder(tmp_path, "engine 0").check(parted)

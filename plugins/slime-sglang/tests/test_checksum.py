@@ -1,40 +1,39 @@
-"""Experts as a server holds them, under the names of the files. The whole model: test_experts_live.py."""
+"""What is refused of experts. What a server holds of whole models: test_spread_models.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slime_sglang.server.checksum import experts
+from slime_sglang.server.parts import experts
+from slime_sglang.server.sizes import PublishedSizes
 
 
 class UnquantizedFusedMoEMethod:
     """SGLang's, which is known by its name."""
 
 
-MODULE = SimpleNamespace(quant_method=UnquantizedFusedMoEMethod())
+class Marlin:
+    """Another one."""
 
 
-def test_stacked_experts_are_taken_apart():
-    """Two of them, three wide where one place is padding, gate above up."""
-    both = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    down = torch.arange(2 * 4 * 3.0).view(2, 4, 3)
-    found = dict(experts("model.layers.7.mlp.experts.w13_weight", MODULE, both, 2))
-    found |= dict(experts("model.layers.7.mlp.experts.w2_weight", MODULE, down, 2))
-    for number in range(2):
-        before = f"model.layers.7.mlp.experts.{number}"
-        assert torch.equal(found.pop(f"{before}.gate_proj.weight"), both[number, 0:2])
-        assert torch.equal(found.pop(f"{before}.up_proj.weight"), both[number, 3:5])
-        assert torch.equal(found.pop(f"{before}.down_proj.weight"), down[number, :, :2])
-    assert not found
+SIZES = PublishedSizes.of(SimpleNamespace())
 
 
-@pytest.mark.parametrize(
-    "path", ["model.layers.0.block_sparse_moe.experts", "model.language_model.layers.0.mlp.experts"]
-)
-def test_experts_that_files_have_in_another_form_are_refused(path):
-    """Mixtral's are w1, w2 and w3 there, those of Qwen3-VL's mixtures one tensor: compared under names like these, no push
-    would ever seem right."""
-    found = experts(f"{path}.w13_weight", MODULE, torch.zeros(2, 6, 4), None)
+def module(**more):
+    told = {"quant_method": UnquantizedFusedMoEMethod(), "use_presharded_weights": False}
+    return SimpleNamespace(**told | more, moe_runner_config=SimpleNamespace(is_gated=True))
+
+
+def test_experts_that_files_have_in_another_form_are_refused():
+    """Those of Qwen3-VL's mixtures are one tensor: compared under names of single ones, no push would ever seem right."""
+    found = experts("model.language_model.layers.0.mlp.experts.w13_weight", module(), torch.zeros(2, 6, 4), SIZES)
     with pytest.raises(NotImplementedError, match="is called in files is not known"):
+        next(found)
+
+
+@pytest.mark.parametrize("more", [{"quant_method": Marlin()}, {"use_intel_amx_backend": True}, {"_dwdp_bound": True}])
+def test_experts_in_the_order_of_a_kernel_are_refused(more):
+    found = experts("model.layers.0.mlp.experts.w13_weight", module(**more), torch.zeros(2, 6, 4), SIZES)
+    with pytest.raises(NotImplementedError, match="is in the order of a kernel"):
         next(found)

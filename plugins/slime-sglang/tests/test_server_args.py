@@ -291,19 +291,21 @@ def test_what_does_not_go_with_the_run(options, layout, words):
 @pytest.mark.parametrize(
     ("options", "layout", "words"),
     [
-        ({}, {"num_devices": 2}, "servers of 2 ranks"),
+        ({"pp_size": 2}, {"num_devices": 2}, "engine.pp_size = 2"),
         ({"external_engine_addrs": ("a:1",)}, {"num_devices": 1}, "slime did not start"),
         ({}, {"num_devices": 1}, None),
-        ({"servers": 2}, {"num_devices": 2}, None),
-        ({}, {"num_devices": 2, "num_engines": 2}, None),
+        ({}, {"num_devices": 2}, None),
+        ({"pp_size": 2}, {"num_devices": 2, "num_engines": 2}, None),
     ],
 )
 def test_servers_that_could_be_compared_with_nothing(options, layout, words):
     layout = EngineLayout(devices_flag="--here", **layout)
-    problems = Ipc.layout_problems(Ipc.Config(check_weight_update_equal=True), SglangOptions(**options), layout)
+    # Options of SGLang's own are fields only where it is installed.
+    engine = SimpleNamespace(**{"external_engine_addrs": (), "servers": 1} | options)
+    problems = Ipc.layout_problems(Ipc.Config(check_weight_update_equal=True), engine, layout)
     assert len(problems) == (words is not None)
     assert all(words in problem and "--rollout-num-gpus" in problem for problem in problems)
-    assert Ipc.layout_problems(Ipc.Config(), SglangOptions(**options), layout) == []
+    assert Ipc.layout_problems(Ipc.Config(), engine, layout) == []
 
 
 def test_a_missing_sglang_is_a_problem(monkeypatch):

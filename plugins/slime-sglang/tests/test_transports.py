@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,10 @@ import torch
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.server import loading
-from slime_sglang.server.checksum import ACTION
 from slime_sglang.transports import folder, handles
 from slime_sglang.transports.delta_code import changed as changed_in
 from slime_sglang.transports.delta_code import compare, compress, decompress
-from slime_sglang.transports.equality import Digests, require_equal
-from slime_sglang.transports.flat import checksum, flat_buckets, flatten
+from slime_sglang.transports.flat import flat_buckets, flatten
 from slime_sglang.transports.partner import Partner, serve_partner
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
@@ -111,6 +108,16 @@ def test_buckets_keep_every_tensor_aligned():
     assert (first.names, first.ends, first.last) == (("wide", "half"), [8, 14], False)
     assert (second.names, second.data.nbytes, second.last, second.index) == (("big",), 396, True, 1)
     assert {name: tensor.tolist() for name, tensor in first.tensors()} == {"wide": [0, 1], "half": [0, 1, 2]}
+
+
+def test_what_an_update_has_to_bring_together_is_in_one_bucket():
+    """Of a layer; what has no partner comes at the end."""
+    names = ["0.kv_a_proj_with_mqa.w", "0.b", "0.c", "0.q_a_proj.w", "1.kv_a_proj_with_mqa.w", "1.b", "1.c"]
+    names = [f"layers.{name}" for name in names]
+    found = [bucket.names for bucket in flat_buckets(({name: torch.ones(4)} for name in names), 16)]
+    assert [[name.removeprefix("layers.") for name in bucket] for bucket in found] == [
+        ["0.b"], ["0.c"], ["0.kv_a_proj_with_mqa.w", "0.q_a_proj.w"], ["1.b"], ["1.c"], ["1.kv_a_proj_with_mqa.w"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", [[], [0], [69], [3, 17, 18, 40], list(range(70))])
@@ -287,45 +294,6 @@ def test_an_engine_that_hangs_is_an_error_after_the_timeout(driver, ranks, stack
     rank = ranks(driver, update_weights_timeout=1.0)
     with pytest.raises(EngineError, match=r"engine 2|has not ended"):
         rank.send(weights(1), 1, engine)
-
-
-class Checked:
-    """`Servers` that answer /weights_checker: sums of tensors by name, or refusals; and SGLang's own sums."""
-
-    def __init__(self, named, own=()):
-        self.named, self.own = named, own
-
-    def each(self, engines, path, body, *, what=""):
-        calls = []
-        for engine in engines:
-            calls.append(Future())
-            held = self.named[engine.index] if body["action"] == ACTION else self.own[engine.index]
-            if held is None:
-                calls[-1].set_exception(EngineError("no rank has them whole"))
-            else:
-                calls[-1].set_result({"ranks": [{"checksums": held, "per_gpu_checksum": held}]})
-        return calls
-
-    def wait(self, calls):
-        return [call.result() for call in calls]
-
-
-def test_it_is_said_what_held_weights_were_compared_with():
-    """Servers of several ranks are only compared with one another: equal ones may hold the same wrong weights."""
-    bucket = flatten([("w", torch.arange(4.0))], index=0, last=True)
-    digests = Digests()
-    digests.add(bucket)
-    held = {"w": checksum(torch.arange(4.0))}
-    engines = [EngineEndpoint(index=index, url=f"http://e{index}") for index in range(2)]
-    assert require_equal(Checked([held, held]), engines, digests, 1) == "trainer"
-    assert require_equal(Checked([held, None], [None, "a"]), engines[:1], digests, 1) == "trainer"
-    assert require_equal(Checked([None, None], ["a", "a"]), engines, digests, 1) == "engines"
-    with pytest.raises(EngineError, match=r"engine 1 .* its weights differ from those of engine 0"):
-        require_equal(Checked([None, None], ["a", "b"]), engines, digests, 1)
-    with pytest.raises(EngineError, match=r"Say --no-check-weight-update-equal; .* no rank has them whole"):
-        require_equal(Checked([None, held]), engines, digests, 1)
-    with pytest.raises(EngineError, match="does not hold what the trainer sent: w"):
-        require_equal(Checked([held, {"w": "other"}]), engines, digests, 1)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -12,7 +12,7 @@ from slime_core.errors import EngineError
 from slime_core.testing.tiny_model import load_plain, log_probs_of, logits_of, moved, prompts
 from slime_core.testing.tiny_serving import NATS, ask, tokens_of
 from slime_sglang.transports import folder
-from slime_sglang.transports.equality import Digests, require_equal
+from slime_sglang.transports.equality import EqualityCheck
 from slime_sglang.transports.flat import flatten
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
@@ -139,10 +139,12 @@ def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, serve
             monkeypatch.undo()
         with pytest.raises(EngineError, match="version 7 was loaded, but its servers say"):
             await engine.weights_sent(7)
-        digests = Digests()
-        digests.add(flatten(list((sent | {"model.norm.weight": torch.full((32,), 0.5)}).items()), index=0, last=True))
+        check = EqualityCheck(delta.sender.servers, await engine.endpoints(), 2)
+        check.digests.add(
+            flatten(list((sent | {"model.norm.weight": torch.full((32,), 0.5)}).items()), index=0, last=True)
+        )
         with pytest.raises(EngineError, match=r"does not hold what the trainer sent: model\.norm\.weight\.$"):
-            require_equal(delta.sender.servers, await engine.endpoints(), digests, 2)
+            check.require_equal()
         # What the server holds is no longer what was sent, and it says so: everything is sent again.
         served.ask("/update_weights_from_disk", {"model_path": str(tiny), "flush_cache": False})
         report = await delta.transport.push(delta, Link(engine), 2)

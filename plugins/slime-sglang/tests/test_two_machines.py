@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -15,6 +16,9 @@ from slime_core.testing.tiny_model import load_plain, log_probs_of, moved, promp
 from slime_core.testing.tiny_serving import NATS, ask, tokens_of
 from slime_sglang.plugin import Sglang
 from slime_sglang.process import free_port
+from slime_sglang.transports.equality import EqualityCheck
+from slime_sglang.transports.flat import flatten
+from slime_sglang.transports.handles import SharedMemory
 from slime_sglang.transports.plugin import Distributed
 
 pytestmark = pytest.mark.sglang
@@ -41,6 +45,41 @@ class Link:
         return [await asyncio.to_thread(self._sender.send, export, version, engines)]
 
 
+CHANGES = {
+    "model.embed_tokens.weight": (0, 3, 0, None),
+    "model.layers.0.self_attn.q_proj.weight": (1, -1, -1, 0),
+    "model.layers.0.self_attn.o_proj.weight": (0, 2, 1, 1),
+    "model.layers.1.mlp.up_proj.weight": (1, -1, 0, 0),
+    "model.layers.1.mlp.down_proj.weight": (1, 0, -1, 1),
+    "model.layers.1.input_layernorm.weight": (0, 5, None, None),
+}
+"""An element of a tensor that one rank is given another value of: the rank, row and column, and in which dimension the rank has
+only a part."""
+
+
+def require_differences(servers, engines, model):
+    """After a push that one rank has got one element of wrong."""
+    weights = {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+    for name, (rank, row, column, dim) in CHANGES.items():
+        wrong = weights[name].clone()
+        wrong[(row,) if column is None else (row, column)] += 1
+        memories = [SharedMemory(flatten([(name, tensor)], index=0, last=False)) for tensor in (weights[name], wrong)]
+        for given in ([memories[place == rank] for place in range(2)], memories[:1] * 2):
+            check = EqualityCheck(servers, engines, 1)
+            check.digests.add(flatten(list(weights.items()), index=0, last=True))
+            payloads = [memory.payload for memory in given]
+            body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+            servers.finish([servers.post(engine, "/update_weights_from_tensor", body) for engine in engines])
+            if given[0] is given[1]:
+                assert check.require_equal() == "trainer"
+                continue
+            part = "" if dim is None else rf" \(\d+ to \d+ of dimension {dim}\)"
+            with pytest.raises(EngineError, match=rf"the trainer sent: {re.escape(name)}{part} of rank {rank}\.$"):
+                check.require_equal()
+        for memory in memories:
+            memory.close()
+
+
 async def until_unwell(engine):
     while True:
         await engine.health()
@@ -53,7 +92,9 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
     )
     engines = [Sglang.build(Sglang.Config(start_timeout=240)) for _ in HOSTS]
     setups = [replace(whole, host=host, node_rank=rank, run_dir=tmp_path / host) for rank, host in enumerate(HOSTS)]
-    config = Distributed.Config(update_weight_buffer_size=4096, update_weights_timeout=60.0)
+    config = Distributed.Config(
+        update_weight_buffer_size=4096, update_weights_timeout=60.0, check_weight_update_equal=True
+    )
     sender = Distributed.build_sender(config)
     place = SenderSetup(rank=0, world_size=1, device="cpu", model_path=tiny, run_dir=tmp_path, colocated=False)
     sender.setup(place)
@@ -65,8 +106,11 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
         model = moved(load_plain(tiny, torch.float32), seed=5)
         await first.pause()
         link = Link(first, sender, model)
+        endpoints = await first.endpoints()
         report = await Distributed.build(config).push(link, link, 1)
         assert report.buckets > 5
+        assert report.compared_with == "trainer"
+        await asyncio.to_thread(require_differences, sender.servers, endpoints, model)
         await first.resume()
         requests = [ask(number, prompt) for number, prompt in enumerate(prompts(4, seed=1))]
         for request, answer in zip(requests, await first.generate(requests), strict=True):

@@ -24,6 +24,7 @@ import xxhash
 
 from slime_core.errors import EngineError, near_matches
 from slime_core.types.weights import Bucket
+from slime_sglang.transports.flat import STACKED, partner_of
 
 ALIGNMENT: Final = 16
 """Bytes: a view of another dtype has to begin at a multiple of its size."""
@@ -134,7 +135,7 @@ class BucketOrder:
         size = sum(end - start for start, end in layout(bucket)[0])
         if size != bucket.data.nbytes:
             raise EngineError(f"{where} is damaged: its tensors need {size} bytes, it holds {bucket.data.nbytes}.")
-        problems = self._problems(bucket)
+        problems = [*self._problems(bucket), *parted(bucket)]
         if problems:
             raise EngineError(f"{where} does not fit the model: {'; '.join(problems)}.")
         arrived = self._arrived | set(bucket.names)
@@ -163,6 +164,16 @@ class BucketOrder:
             if own is not None and tuple(shape) != own:
                 problems.append(f"{name} has shape {tuple(shape)}, the model's is {own}")
         return problems
+
+
+def parted(bucket: Bucket) -> list[str]:
+    """What SGLang would forget without saying so: which of the two comes alone, other models may have it alone."""
+    alone = [name for name in bucket.names if f".{STACKED[0]}." in name and partner_of(name) not in bucket.names]
+    return [
+        f'{name} comes without {partner_of(name)}, and SGLang loads them only together: use sync.transport = "ipc" or '
+        '"distributed", or another sync.update_weight_buffer_size'
+        for name in alone[:1]
+    ]
 
 
 TIED: Final = frozenset({"lm_head.weight"})

@@ -90,7 +90,7 @@ class HeldWeights:
 
     async def checksum(self) -> str:
         """Of the tensors as they are in the servers' memory, under their Hugging Face names. EngineError for servers
-        that slime did not start, for several devices a server, and for quantised weights or latent attention."""
+        that slime did not start, for several devices a server, and for quantised weights."""
         answers = await self._fleet.post("/weights_checker", {"action": ACTION})
         sums = {str(answer["ranks"][0]["per_gpu_checksum"]) for answer in answers}
         if len(sums) > 1:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from slime_sglang.server.checksum import ACTION, checksum_of_weights
+from slime_sglang.server.checksum import ACTION, checksum_of_weights, places_of_weights
 from slime_sglang.server.draws import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.hook_table import (
     BATCH_INVARIANT,
@@ -30,6 +30,7 @@ from slime_sglang.server.hook_table import (
 )
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
+from slime_sglang.server.places import DIGESTS, PARTS, REFUSED
 from slime_sglang.server.row_blocks import use_row_blocks
 
 LOOKED_UP: Final = (
@@ -100,14 +101,22 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
         if not draws_by_token():
             raise NotImplementedError(f"{DRAWS_BY_TOKEN}: this SGLang has no {SORTED} in {SAMPLER}")
         return None
-    if action != ACTION:
+    if action not in (ACTION, PARTS, DIGESTS):
         return original(checker, action, *args, **kwargs)
     parallelism = checker._parallelism_info()
-    if parallelism.size != 1:
+    if action == ACTION and parallelism.size != 1:
         raise NotImplementedError(f"{ACTION}: weights are spread over {parallelism.size} ranks, no rank has them whole")
-    overall, by_name = checksum_of_weights(checker._get_model())
+    if action == ACTION:
+        overall, found = checksum_of_weights(checker._get_model())
+    elif parallelism.pp_size != 1:
+        overall, found = (
+            "",
+            {REFUSED: f"weights are spread over {parallelism.pp_size} pipeline stages, of which one answers"},
+        )
+    else:
+        overall, found = "", places_of_weights(checker._get_model(), action, ranks=parallelism.size)
     return {
-        "checksums": by_name,
+        "checksums": found,
         "per_gpu_checksum": overall,
         "parallelism_info": parallelism.model_dump(),
     }

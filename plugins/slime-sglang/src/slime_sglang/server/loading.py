@@ -97,13 +97,16 @@ def apply(model: Any, entries: Sequence[FileEntry], changes: Sequence[Planes]) -
     device = next(iter(parameters.values())).device
     with torch.no_grad():
         for entry, planes in zip(entries, changes, strict=True):
-            tensors = list(changed_tensors(entry, planes, device))
+            tensors = with_partners(entry, list(changed_tensors(entry, planes, device)))
             for layer, named in groupby(tensors, key=lambda item: layer_of(item[0])):
                 own = {name: p for name, p in parameters.items() if name.startswith(layer)} or parameters
                 before = {name: parameter.clone() for name, parameter in own.items()}
                 model.load_weights(list(named))
                 for name, parameter in own.items():
                     parameter.copy_(torch.where(parameter.isnan(), before[name], parameter))
+        if any(getattr(module, "w_kc", None) is not None for module in model.modules()):
+            # Latent attention has copies of parameters, made when these had NaNs.
+            model.post_load_weights()
         for name, parameter in parameters.items():
             if parameter.isnan().any():
                 raise ValueError(f"the delta could not be applied to {name}")
@@ -134,6 +137,23 @@ def changed_tensors(entry: FileEntry, planes: Planes, device: torch.device) -> I
             tensor = torch.full(shape, torch.nan, dtype=dtype, device=device)
             tensor.view(-1).view(BITS[width])[positions[low:high] - (first - start) // width] = values[low:high]
             yield name, tensor
+
+
+def with_partners(entry: FileEntry, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """What has changed, with what the model takes only together with it."""
+    import torch
+
+    from slime_sglang.transports.flat import partner_of
+
+    shapes = dict(zip(entry.names, entry.shapes, strict=True))
+    found: list[tuple[str, Tensor]] = []
+    there = {name for name, _ in tensors}
+    for name, tensor in tensors:
+        found.append((name, tensor))
+        partner = partner_of(name)
+        if partner in shapes and partner not in there:
+            found.append((partner, torch.full(shapes[partner], torch.nan, dtype=tensor.dtype, device=tensor.device)))
+    return found
 
 
 def layer_of(name: str) -> str:

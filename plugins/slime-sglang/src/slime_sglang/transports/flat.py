@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import xxhash
 from torch import Tensor
+
+STACKED: Final = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Of latent attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,21 +53,51 @@ class FlatBucket:
 
 
 def flat_buckets(layers: Iterable[Mapping[str, Tensor] | None], bucket_bytes: int) -> Iterator[FlatBucket | None]:
-    """None for each layer that another rank has. A tensor that is larger than `bucket_bytes` is a bucket of its own."""
+    """None for each layer that another rank has. What is larger than `bucket_bytes` and cannot be parted is a bucket of its
+    own."""
     pending: list[tuple[str, Tensor]] = []
     size = index = 0
+    for tensors in inseparable(layers):
+        if tensors is None:
+            yield None
+            continue
+        nbytes = sum(tensor.nbytes for _, tensor in tensors)
+        if pending and size + nbytes > bucket_bytes:
+            yield flatten(pending, index=index, last=False)
+            pending, size, index = [], 0, index + 1
+        pending += tensors
+        size += nbytes
+    if pending:
+        yield flatten(pending, index=index, last=True)
+
+
+def inseparable(layers: Iterable[Mapping[str, Tensor] | None]) -> Iterator[list[tuple[str, Tensor]] | None]:
+    """Tensors that one update has to bring together. A first one waits for its second, if need be to the end: other models
+    have only one of them."""
+    waiting: dict[str, tuple[str, Tensor]] = {}
     for layer in layers:
         if layer is None:
             yield None
             continue
         for name, tensor in layer.items():
-            if pending and size + tensor.nbytes > bucket_bytes:
-                yield flatten(pending, index=index, last=False)
-                pending, size, index = [], 0, index + 1
-            pending.append((name, tensor.detach()))
-            size += tensor.nbytes
-    if pending:
-        yield flatten(pending, index=index, last=True)
+            item = name, tensor.detach()
+            partner = partner_of(name)
+            if partner is None:
+                yield [item]
+            elif partner in waiting:
+                yield [waiting.pop(partner), item]
+            else:
+                waiting[name] = item
+    for item in waiting.values():
+        yield [item]
+
+
+def partner_of(name: str) -> str | None:
+    """The tensor without which SGLang forgets this one: it stacks the two, and keeps neither for its next update."""
+    for own, other in (STACKED, STACKED[::-1]):
+        if f".{own}." in name:
+            return name.replace(f".{own}.", f".{other}.")
+    return None
 
 
 def flatten(tensors: list[tuple[str, Tensor]], *, index: int, last: bool) -> FlatBucket:

@@ -26,20 +26,21 @@ class SentConfig(DriverConfig):
     """Bytes per bucket. Two are alive at a time on the sending rank, and about two on each rank of an engine: with
     little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
     check_weight_update_equal: bool = False
-    """After each push compare every tensor in the servers' memory with the trainer's, by checksum; it reads all weights to
-    the host on both sides. That is for servers that the run starts, of one rank each (`tp_size`, `pp_size`), with
-    weights that are not quantised and attention that is not latent. Others, if there are several, are only compared with
-    one another, which `weights_compared` in events.jsonl says."""
+    """After each push compare every tensor in the servers' memory with the trainer's, by checksum, of each rank the part that
+    it holds; both sides read all weights to the host. That is for servers that the run starts, with weights that are not
+    quantised, without pipeline stages. Others, if there are several, are only compared with one another, which
+    `weights_compared` in events.jsonl says."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for any one call: a bucket, a file, a group."""
 
 
 def unnamed(engine: Any, layout: EngineLayout) -> str | None:
-    """Why its servers do not know which whole tensors they hold, as far as it is known before they start."""
+    """Why its servers do not know which parts of which tensors they hold, as far as it is known before they start."""
     if engine.external_engine_addrs:
         return "engine.external_engine_addrs: servers that slime did not start"
-    if layout.num_devices > engine.servers:
-        return f"{layout.devices_flag} {layout.num_devices}: servers of {layout.num_devices // engine.servers} ranks"
+    stages = getattr(engine, "pp_size", None) or 1
+    if stages > 1:
+        return f"engine.pp_size = {stages}"
     if getattr(engine, "quantization", None) is not None:
         return f'engine.quantization = "{engine.quantization}"'
     return None
@@ -77,7 +78,7 @@ class SentDriver(TransportDriver):
         if why is None or layout.num_engines * engine.servers > 1:
             return []
         return [
-            f"sync.check_weight_update_equal = true, {why}: such a server cannot name whole tensors to compare with the "
+            f"sync.check_weight_update_equal = true, {why}: such a server cannot name its tensors to compare with the "
             "trainer's, and there is no second one to compare it with. Leave it out, or say --rollout-num-gpus "
             f"{2 * layout.num_devices} for two engines, which are then compared with one another."
         ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError
-from slime_sglang.transports.equality import Digests, require_equal
+from slime_sglang.transports.equality import Digests, EqualityCheck
 from slime_sglang.transports.flat import FlatBucket
 from slime_sglang.transports.servers import Servers
 
@@ -71,18 +71,20 @@ class ServerSender(WeightSender):
     def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
         layers = iter(export(everywhere=self.everywhere))
         checks = self._config.check_weight_update_equal
-        digests = Digests() if checks and self.place.rank == 0 else None
         known = self.skips_frozen and not checks and self._complete.issuperset(engines)
         self._complete, complete = set(), self._complete
-        report = SentReport()
+        report, check = SentReport(), None
         with self.failing_together():
             try:
+                if checks and self.place.rank == 0:
+                    check = EqualityCheck(self.servers, engines, version)
+                digests = None if check is None else check.digests
                 report = self.bring(self._without_frozen(layers) if known else layers, version, engines, digests)
             finally:
                 for _ in layers:
                     pass
-            if digests is not None:
-                report = replace(report, compared_with=require_equal(self.servers, engines, digests, version))
+            if check is not None:
+                report = replace(report, compared_with=check.require_equal())
         self._complete = {engine for engine in complete if not replaced(engine, engines)}.union(engines)
         return report
 

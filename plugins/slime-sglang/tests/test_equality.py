@@ -1,0 +1,142 @@
+"""What is made of the answers of servers that were asked what they hold."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from slime_core.contracts.transport import EngineEndpoint
+from slime_core.errors import EngineError
+from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
+from slime_sglang.transports.equality import EqualityCheck
+from slime_sglang.transports.flat import checksum, flatten
+
+SENT = {"w": torch.arange(24.0).view(6, 4), "norm": torch.arange(4.0), "lm_head.weight": torch.ones(2)}
+"""The head is tied: nobody holds it."""
+
+
+def held(name, tensor, dim=0, start=0, **more):
+    """A part that a rank holds, and its digest."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {str(Place(name=name, dim=dim, start=start, length=tensor.shape[dim], dtype=dtype)): checksum(tensor)} | more
+
+
+def ranks(*found):
+    """The answer of a server with these ranks."""
+    return [
+        {"checksums": checksums, "parallelism_info": {"rank": rank, "size": len(found)}}
+        for rank, checksums in enumerate(found)
+    ]
+
+
+class Checked:
+    """`Servers` that answer /weights_checker: what each rank holds, or refusals; and SGLang's own sums."""
+
+    def __init__(self, named, own=()):
+        self.named, self.own = named, own
+
+    def each(self, engines, path, body, *, what=""):
+        calls = []
+        for engine in engines:
+            calls.append(Future())
+            if body["action"] not in (PARTS, DIGESTS):
+                calls[-1].set_result({"ranks": [{"per_gpu_checksum": self.own[engine.index]}]})
+            elif self.named[engine.index] is None:
+                calls[-1].set_exception(EngineError("Unsupported action"))
+            else:
+                calls[-1].set_result({"ranks": self.named[engine.index]})
+        return calls
+
+    def wait(self, calls):
+        return [call.result() for call in calls]
+
+
+def compared(named, own=(), sent=SENT, num_engines=None):
+    engines = [EngineEndpoint(index=index, url=f"http://e{index}") for index in range(num_engines or len(named))]
+    check = EqualityCheck(Checked(named, own), engines, 1)
+    check.digests.add(flatten(list(sent.items()), index=0, last=True))
+    return check.require_equal()
+
+
+WHOLE = ranks(held("w", SENT["w"]) | held("norm", SENT["norm"]))
+OTHER = ranks(held("w", SENT["w"] + 1) | held("norm", SENT["norm"]))
+
+
+def test_it_is_said_what_held_weights_were_compared_with():
+    """Servers that cannot name their parts are only compared with one another: equal ones may hold the same wrong weights."""
+    assert compared([WHOLE, WHOLE]) == "trainer"
+    assert compared([WHOLE, None], num_engines=1) == "trainer"
+    assert compared([None, None], ["a", "a"]) == "engines"
+    assert compared([WHOLE, None, None], ["", "a", "a"]) == "engines"
+    with pytest.raises(EngineError, match=r"engine 1 .* its weights differ from those of engine 0"):
+        compared([None, None], ["a", "b"])
+    with pytest.raises(
+        EngineError, match=r"engine 0 cannot .* Say --no-check-weight-update-equal; .* Unsupported action"
+    ):
+        compared([None, WHOLE])
+    with pytest.raises(EngineError, match=r"engine 1 .*does not hold what the trainer sent: w\.$"):
+        compared([WHOLE, OTHER])
+
+
+def parts(first, second):
+    """Two ranks: w by rows, the norm whole."""
+    return ranks(
+        *({**held("w", own, start=start), **held("norm", SENT["norm"])} for start, own in ((0, first), (3, second)))
+    )
+
+
+def test_parts_of_ranks_are_compared_with_those_of_what_was_sent():
+    upper, lower = SENT["w"].chunk(2)
+    assert compared([parts(upper, lower)]) == "trainer"
+    left, right = SENT["w"].chunk(2, dim=1)
+    norm = held("norm", SENT["norm"])
+    assert compared([ranks(held("w", left, 1, 0) | norm, held("w", right, 1, 2) | norm)]) == "trainer"
+    changed = lower.clone()
+    changed[2, 3] += 1
+    with pytest.raises(EngineError, match=r"the trainer sent: w \(3 to 6 of dimension 0\) of rank 1\.$"):
+        compared([parts(upper, changed)])
+    with pytest.raises(
+        EngineError, match=r"w \(0 to 3 of dimension 0\) of rank 0, w \(3 to 6 of dimension 0\) of rank 1"
+    ):
+        compared([parts(lower, upper)])
+
+
+def test_what_is_held_in_another_type_is_what_sent_numbers_become():
+    """The norm in float32, though it is sent in bfloat16, and the rest the other way round."""
+    sent = {"w": SENT["w"] / 7, "norm": SENT["norm"].bfloat16()}
+    assert compared([ranks(held("w", sent["w"].bfloat16()) | held("norm", SENT["norm"]))], sent=sent) == "trainer"
+    with pytest.raises(EngineError, match=r"sent: w\.$"):
+        compared([ranks(held("w", (sent["w"] * 1.01).bfloat16()) | held("norm", SENT["norm"]))], sent=sent)
+
+
+def test_a_tensor_that_its_parts_do_not_cover_is_named():
+    upper, _ = SENT["w"].chunk(2)
+    with pytest.raises(EngineError, match=r"sent: w \(not held whole\)\.$"):
+        compared([ranks(held("w", upper) | held("norm", SENT["norm"]), held("norm", SENT["norm"]))])
+    with pytest.raises(EngineError, match=r"sent: w \(not held whole\)\.$"):
+        compared([ranks(held("w", SENT["w"][:2]) | held("norm", SENT["norm"]), held("w", SENT["w"][3:], start=3))])
+    with pytest.raises(EngineError, match=r"sent: norm \(not held\), v \(not sent\)\.$"):
+        compared([ranks(held("w", SENT["w"]) | held("v", SENT["w"]))])
+    with pytest.raises(EngineError, match=r"sent: w \(0 to 9 of dimension 0\)\.$"):
+        compared([ranks(held("w", torch.ones(9, 4)) | held("w", SENT["w"]) | held("norm", SENT["norm"]))])
+
+
+def test_what_a_model_does_not_load_is_not_missed():
+    """Layers that predict further tokens, and drafts, which SGLang names in its own way."""
+    sent = SENT | {"model.layers.2.norm": torch.ones(2), "model.layers.20.norm": torch.ones(2)}
+    draft = {f"draft.{next(iter(held('x', torch.ones(2))))}": "any", "draft.refused": "a draft"}
+    found = [ranks(WHOLE[0]["checksums"] | {SKIPPED: "model.layers.2. model.layers.3."} | draft)]
+    with pytest.raises(EngineError, match=r"sent: model\.layers\.20\.norm \(not held\)\.$"):
+        compared(found, sent=sent)
+    del sent["model.layers.20.norm"]
+    assert compared(found, sent=sent) == "trainer"
+
+
+def test_a_rank_that_refuses_or_is_missing_makes_its_server_one_that_cannot_say():
+    refused = ranks(WHOLE[0]["checksums"], {REFUSED: "what a.b is made of is not known"})
+    with pytest.raises(EngineError, match=r"engine 0 cannot .*rank 1: what a\.b is made of is not known"):
+        compared([refused])
+    with pytest.raises(EngineError, match=r"of its 2 ranks only \[0\] say what they hold"):
+        compared([parts(*SENT["w"].chunk(2))[:1]])
+    # Under data-parallel attention several answer for all.
+    assert compared([2 * parts(*SENT["w"].chunk(2))]) == "trainer"

@@ -1,0 +1,70 @@
+"""The check of pushed weights on SGLang's own models, as each rank of a server builds and loads them. Nothing wrong is found in
+what was loaded; and one changed element of any parameter of any rank is found, by the name that files have for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from slime_core.testing.tiny_model import checksum_of
+
+pytestmark = pytest.mark.sglang
+
+LAYOUTS = {
+    "dense": 2, "biases": 2, "replicated": 2, "four": 4, "padded": 2, "experts-cut": 2, "experts-spread": 2, "experts-moved": 2,
+    "experts-padded": 2, "mixtral": 2, "latent": 2, "latent-fused": 2, "latent-whole": 1, "latent-padded": 2,
+    "latent-without-q": 2, "attention-whole": 2,
+}  # fmt: skip
+"""Ranks of each."""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spread")
+    script = Path(__file__).with_name("spread_models.py")
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    run = subprocess.run(
+        [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert [answer["layout"] for answer in found] == list(LAYOUTS)
+    return folder, {answer["layout"]: answer for answer in found}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_changed_element_of_a_rank_is_found(played, layout):
+    answer = played[1][layout]
+    assert answer["differences"] == []
+    assert len(answer["changed"]) > 80
+    for change, found in answer["changed"].items():
+        rank, name, _ = change.split(" ", 2)
+        (named,) = found
+        # Norms and gates are called as in files; what is stacked stands at least in the same module.
+        assert named.startswith(name.rpartition(".")[0].rpartition(".")[0]) or ".shared_experts." in named, change
+        assert LAYOUTS[layout] == 1 or named.endswith(f" of rank {rank}"), change
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_delta_brings_what_changed(played, layout):
+    """Also of one of two matrices that are stacked, and to what is made of a matrix after it was loaded."""
+    assert played[1][layout]["delta"] == []
+
+
+def test_a_parameter_with_a_loader_of_its_own_is_refused(played):
+    """How it is sharded is not known. A rank alone has all of everything."""
+    refused = {layout: answer["refused"] for layout, answer in played[1].items()}
+    assert refused.pop("latent-whole") is None
+    assert all("how the loader of model.norm.weight shards it is not known" in said for said in refused.values())
+
+
+def test_the_checksum_of_latent_attention_is_that_of_its_files(played):
+    folder, answers = played
+    tensors = load_file(folder / "latent-whole" / "model.safetensors")
+    # This one SGLang keeps in float32, as DeepSeek's files do.
+    tensors = {name: tensor.float() if "correction_bias" in name else tensor for name, tensor in tensors.items()}
+    assert answers["latent-whole"]["whole"] == checksum_of(tensors)
