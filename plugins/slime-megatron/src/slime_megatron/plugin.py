@@ -150,6 +150,7 @@ class Megatron(BackendDriver):
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
+            "moe_grouped_gemm",
             # Bound to the checkpoint (`read_manifest`): a run that moves to another device says what that one had.
             "bf16",
             *(field.name for field in fields(Stages)),
