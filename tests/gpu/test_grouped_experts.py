@@ -52,13 +52,14 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def make_layer(*, experts, grouped, top_k=2, hidden=HIDDEN, features=FEATURES, **more):
-    """Router, dispatcher and experts, with random weights."""
+def make_layer(*, experts, grouped, here=True, top_k=2, hidden=HIDDEN, features=FEATURES, **more):
+    """Router, dispatcher and experts, with random weights. `here`: tokens are not dispatched by Megatron."""
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from slime_megatron.layers import PackedLayers
+    from slime_megatron.token_order import order_tokens_here
 
     config = TransformerConfig(
         num_layers=1,
@@ -84,6 +85,8 @@ def make_layer(*, experts, grouped, top_k=2, hidden=HIDDEN, features=FEATURES, *
     provider = PackedLayers(SimpleNamespace(sandwich_norms=False, interleaved_indexer=False))
     spec = get_mlp_module_spec_for_backend(provider, num_experts=experts, moe_grouped_gemm=grouped)
     layer = build_module(spec, config=config).to(DEVICE)
+    if here:
+        order_tokens_here(layer, config)
     generator = torch.Generator(DEVICE).manual_seed(1)
     with torch.no_grad():
         layer.router.weight.normal_(0, 0.1, generator=generator)
@@ -228,15 +231,41 @@ def test_a_model_trains_as_with_megatrons_experts(tmp_path):
         assert float((weights[True, distributed] - moved).norm() / moved.norm()) < 0.2
 
 
+KINDS = {
+    "loop": {"grouped": False},
+    "grouped": {"grouped": True, "here": False},
+    "grouped, tokens ordered here": {"grouped": True},
+}
+
+
+@pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
+def test_layers_are_those_of_megatron(sizes):
+    """Output and gradients, of the tokens and of the router's weights too."""
+    torch.manual_seed(0)
+    for tokens in (1, 777, 300):
+        drawn = torch.randn(tokens, 1, sizes["hidden"], device=DEVICE, dtype=torch.bfloat16)
+        found = {}
+        for name, kind in KINDS.items():
+            layer = make_layer(**kind, **sizes)
+            hidden = drawn.clone().requires_grad_()
+            spoil_memory()
+            out, _ = layer(hidden)
+            out.backward(drawn)
+            found[name] = [out.detach(), hidden.grad, layer.router.weight.grad, *weight_gradients(layer.experts)]
+        loop = found.pop("loop")
+        for name, tensors in found.items():
+            for one, other in zip(tensors, loop, strict=True):
+                assert apart(one, other.double()) < 2e-2, name
+
+
 @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
 def test_how_fast_a_layer_is(sizes, capsys):
     """Nothing is asked of the times, which are printed."""
     torch.manual_seed(0)
     drawn = torch.randn(TOKENS, 1, sizes["hidden"], device=DEVICE, dtype=torch.bfloat16)
-    found, told = {}, []
-    for grouped in (False, True):
-        layer = make_layer(grouped=grouped, **sizes)
-        host = device = 0.0
+    for name, kind in KINDS.items():
+        layer = make_layer(**kind, **sizes)
+        host = both = 0.0
         for turn in range(6):
             hidden = drawn.clone().requires_grad_()
             torch.cuda.synchronize()
@@ -248,11 +277,10 @@ def test_how_fast_a_layer_is(sizes, capsys):
             torch.cuda.synchronize()
             if turn > 1:
                 host += issued - begin
-                device += time.perf_counter() - begin
-        found[grouped] = out.detach()
-        rate = 16 * TOKENS / device
-        told.append(f"{'grouped' if grouped else 'loop'} {rate:,.0f} tokens/s, of them the host {host / device:.0%}")
+                both += time.perf_counter() - begin
+        with capsys.disabled():
+            print(
+                f"\n{sizes['experts']} experts, {TOKENS} tokens, forward and backward of a layer, {name}: "
+                f"{16 * TOKENS / both:,.0f} tokens/s, {both / 16 * 1e3:.2f} ms, issued in {host / 16 * 1e3:.2f} ms"
+            )
         del layer
-    with capsys.disabled():
-        print(f"\n{sizes['experts']} experts, {TOKENS} tokens, forward and backward of a layer: {'; '.join(told)}")
-    assert apart(found[True], found[False].double()) < 2e-2

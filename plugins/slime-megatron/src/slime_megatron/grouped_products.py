@@ -35,8 +35,11 @@ class Groups:
         """(N, K) with (E, K, M): (N, M)."""
         if in_one_kernel(rows, matrices):
             return torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends)
-        pairs = zip(rows.split(self.counts.tolist()), matrices.unbind(), strict=True)
-        return torch.cat([part @ matrix for part, matrix in pairs])
+        sizes = self.counts.tolist()
+        found = rows.new_empty((len(rows), matrices.shape[-1]))
+        for part, matrix, product in zip(rows.split(sizes), matrices, found.split(sizes), strict=True):
+            torch.mm(part, matrix, out=product)
+        return found
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Summed over each group's rows, (N, M) with (N, K): (E, M, K); zero for a group without rows."""
@@ -50,7 +53,10 @@ class Groups:
             empty = torch.diff(self.ends, prepend=self.ends.new_zeros(1)) == 0
             return found.masked_fill_(empty[:, None, None], 0.0)
         sizes = self.counts.tolist()
-        return torch.stack([one.mT @ other for one, other in zip(left.split(sizes), right.split(sizes), strict=True)])
+        found = left.new_empty((len(sizes), left.shape[1], right.shape[1]))
+        for one, other, product in zip(left.split(sizes), right.split(sizes), found, strict=True):
+            torch.mm(one.mT, other, out=product)
+        return found
 
 
 def in_one_kernel(*operands: Tensor) -> bool:
