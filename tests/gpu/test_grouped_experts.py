@@ -255,7 +255,7 @@ def test_layers_are_those_of_megatron(sizes):
         loop = found.pop("loop")
         for name, tensors in found.items():
             for one, other in zip(tensors, loop, strict=True):
-                assert apart(one, other.double()) < 2e-2, name
+                assert apart(one, other.double()) < 5e-2, name
 
 
 @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
