@@ -171,8 +171,6 @@ TAKEN = {
     "distribute_saved_activations": (True, FULL),
     "recompute_modules": (["mlp", "moe"], SELECTIVE),
     "moe_layer_recompute": (True, {}),
-    # Tested in test_grouped_experts.py.
-    "moe_grouped_gemm": (False, {}),
     # Fused and rounded otherwise.
     "bias_activation_fusion": (True, {}),
     "activation_func_fp8_input_store": (True, {"bias_activation_fusion": True}),

@@ -49,7 +49,6 @@ def make_config(
         "bias_dropout_fusion": on_gpu and architecture.options.get("add_bias_linear", True),
         # The only one that takes streams of any length.
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": can_be_grouped(architecture.options),
         # Two stages are each other's previous and next one: batched sends of interleaved pieces would be mixed up.
         "overlap_p2p_comm": shape.vpp > 1,
         "batch_p2p_comm": shape.vpp == 1,
@@ -62,6 +61,7 @@ def make_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
         "sequence_parallel": shape.sequence_parallel,
+        "moe_grouped_gemm": options.moe_grouped_gemm is not False and can_be_grouped(architecture.options),
         "bf16": placement.dtype == torch.bfloat16,
         "fp16": placement.dtype == torch.float16,
         "params_dtype": torch.float32 if placement.dtype == torch.float32 else placement.dtype,
@@ -77,7 +77,7 @@ def make_config(
     # by the number of these ranks. Its balance loss is multiplied by the tokens of all of them, and right.
     if fields.get("moe_z_loss_coeff"):
         fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
-    if told.get("moe_grouped_gemm") and not can_be_grouped(architecture.options):
+    if options.moe_grouped_gemm and not can_be_grouped(architecture.options):
         raise ConfigError(
             "backend.moe_grouped_gemm = true: experts of this family have biases, or another activation than gated SiLU. "
             "Leave it out."
