@@ -4,6 +4,7 @@ experts one after the other do."""
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,11 +128,15 @@ def test_experts_compute_what_megatrons_do(one_rank, counts, again):
         experts = make_layer(grouped=grouped, **(more if grouped else {})).experts
         hidden, probs = drawn.clone().requires_grad_(), weights.clone().requires_grad_()
         exact = [x.detach().double().requires_grad_() for x in (drawn, weights, *by_expert_before(experts))]
+        if grouped:
+            activated = Mock(wraps=experts.activated)
+            experts.activated = activated
         out, _ = experts(hidden, torch.tensor(counts), probs)
         out.square().sum().backward()
         torch.optim.SGD(experts.parameters(), lr=0.1).step()
         found[grouped] = [out, hidden.grad, probs.grad, *by_expert(experts)]
     assert_near(found[True], found[False])
+    assert activated.call_count == 1 + again
 
     parts = []
     for rows, probs, fc1, fc2 in zip(exact[0].split(counts), exact[1].split(counts), exact[2], exact[3], strict=True):
