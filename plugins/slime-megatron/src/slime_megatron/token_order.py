@@ -38,7 +38,7 @@ class TokenOrder:
         """`routing_map`: (N, E) bool, exactly `top_k` of each token."""
         tokens, experts = routing_map.shape
         counts = routing_map.sum(dim=0)
-        # A token that takes an expert twice takes too few: engines may tell such choices, and whoever replays them would wait.
+        # An engine might tell an expert twice, for replay. The device looks at it: the host would wait for the answer.
         torch._assert_async(
             counts.sum() == tokens * top_k, "a token is sent to another number of experts than the router's"
         )
