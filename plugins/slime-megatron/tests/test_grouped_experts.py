@@ -30,23 +30,20 @@ COUNTS = {
 LOOP = {"moe_grouped_gemm": False}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("model") / "qwen3-moe", "qwen3-moe")
+
+
+def opened_one(folder, options, **told):
+    return opened(Megatron.build(Megatron.Config(**options)), Place(model=folder), **told)
+
+
 @pytest.fixture
-def one_rank():
-    """Megatron's groups, without a backend."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from slime_megatron.cpu import use_cpu
-    from slime_megatron.transformer_engine import mend_absence
-
-    Megatron.build(Megatron.Config())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    use_cpu()
-    mend_absence()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def one_rank(folder):
+    """Megatron's groups, as a backend of this process makes or finds them."""
+    with opened_one(folder, {}):
+        yield
 
 
 def make_layer(*, grouped, here=True, **more):
@@ -190,15 +187,6 @@ def test_a_token_sent_to_too_few_experts_is_told(one_rank):
     sent = torch.tensor([[True, False, True], [False, True, False]])
     with pytest.raises(RuntimeError, match="another number of experts than the router's"):
         TokenOrder.of(sent, 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_family(tmp_path_factory.mktemp("model") / "qwen3-moe", "qwen3-moe")
-
-
-def opened_one(folder, options, **told):
-    return opened(Megatron.build(Megatron.Config(**options)), Place(model=folder), **told)
 
 
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
