@@ -38,7 +38,7 @@ EXPERTS = {
     "tp2-sp": (2, SP2),
     "tp2-sp-ep2": (2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
     "pp2": (2, PP2),
-    "cp2": (2, CP2),
+    "cp2, experts one after the other": (2, {**CP2, "moe_grouped_gemm": False}),
     "cp2-ep2": (2, {**CP2, **EP2}),
     "dp2-tp2-sp-ep2": (4, {**SP2, **EP2}),
     "dp2-pp2-ep2": (4, {**PP2, **EP2}),
@@ -49,6 +49,9 @@ LATENT = {
     "cp2": (2, CP2),
     "dp2-ep2": (2, EP2),
 }
+# What experts are computed with again in the backward.
+EXPERTS_AGAIN = {**LATENT, "pp2": (2, {**PP2, "recompute_granularity": "selective", "recompute_modules": ["moe"]})}
+SILU_AGAIN = {**LATENT, "pp2": (2, {**PP2, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]})}
 # Two tensor-parallel ranks share its one key-value head, context-parallel ones the heads of its delta nets too.
 LINEAR = {**LATENT, "tp2-sp-cp2": (4, {**SP2, **CP2})}
 # Its last layer takes the choice of the one before it.
@@ -75,8 +78,8 @@ MODELS = {
     "qwen3-next": LINEAR,
     "glm-5": CHOSEN,
     "glm-4": SANDWICH,
-    "glm-4.5": LATENT,
-    "glm-4.7-flash": LATENT,
+    "glm-4.5": EXPERTS_AGAIN,
+    "glm-4.7-flash": SILU_AGAIN,
 }
 
 

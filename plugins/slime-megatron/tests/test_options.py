@@ -233,7 +233,6 @@ def test_every_option_of_megatron_is_taken_or_refused():
         ({"loss_scale": 8.0, "bf16": True}, "loss_scale: does nothing without backend.fp16 = true"),
         ({"recompute_modules": ["mlp"]}, "does nothing without backend.recompute_granularity = selective"),
         ({"decoupled_min_lr": 0.1}, "does nothing without backend.decoupled_lr"),
-        ({**SELECTIVE, "recompute_modules": ["mlp", "moe_act"]}, 'recompute_modules = "moe_act": use core_attn'),
         ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "Transformer Engine is not installed"),
         ({"moe_aux_loss_coeff": 0.1}, "without backend.moe_router_load_balancing_type = aux_loss"),
         ({"moe_router_load_balancing_type": "aux_loss"}, "without a backend.moe_aux_loss_coeff"),

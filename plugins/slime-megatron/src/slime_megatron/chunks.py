@@ -22,6 +22,7 @@ from torch import nn
 
 from slime_core.errors import ConfigError, ModelError
 from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.experts import STACKED, can_be_grouped, expert_name
 from slime_megatron.layout import Shape
 from slime_megatron.model import PackedGpt
 from slime_megatron.options import DATA_PARALLEL, MODEL
@@ -60,6 +61,7 @@ def make_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
         "sequence_parallel": shape.sequence_parallel,
+        "moe_grouped_gemm": options.moe_grouped_gemm is not False and can_be_grouped(architecture.options),
         "bf16": placement.dtype == torch.bfloat16,
         "fp16": placement.dtype == torch.float16,
         "params_dtype": torch.float32 if placement.dtype == torch.float32 else placement.dtype,
@@ -75,6 +77,11 @@ def make_config(
     # by the number of these ranks. Its balance loss is multiplied by the tokens of all of them, and right.
     if fields.get("moe_z_loss_coeff"):
         fields["moe_z_loss_coeff"] *= shape.tp * shape.cp
+    if options.moe_grouped_gemm and not can_be_grouped(architecture.options):
+        raise ConfigError(
+            "backend.moe_grouped_gemm = true: experts of this family have biases, or another activation than gated SiLU. "
+            "Leave it out."
+        )
     record = MLATransformerConfig if architecture.mla else TransformerConfig
     if told.get("moe_router_bias_update_rate") and not fields.get("moe_router_enable_expert_bias"):
         raise ConfigError("backend.moe_router_bias_update_rate: the routers of this family have no bias. Leave it out.")
@@ -113,7 +120,7 @@ def build_chunks(
         chunk.to(placement.device)
         for name, parameter in chunk.named_parameters():
             # What an indexer chooses has no gradient.
-            parameter.requires_grad_(is_trained(name, options) and ".indexer." not in name)
+            parameter.requires_grad_(is_trained(name, len(parameter), options) and ".indexer." not in name)
         chunks.append(chunk)
     return chunks
 
@@ -128,7 +135,20 @@ def mark_parallel(chunk: nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, int(row), 1)
 
 
-def is_trained(name: str, options: MegatronOptions) -> bool:
+def is_trained(name: str, rows: int, options: MegatronOptions) -> bool:
+    """`rows`: of the parameter. Experts that lie in one are told by the names that each has where they do not."""
+    names = [expert_name(name, number) for number in range(rows)] if STACKED.match(name) else [name]
+    trained = {matches(one, options) for one in names}
+    if len(trained) > 1:
+        raise ConfigError(
+            f"backend.freeze_params_name_list, only_train_params_name_list: they tell experts of {name} apart, which are one "
+            "parameter. Say backend.moe_grouped_gemm = false too."
+        )
+    return trained.pop()
+
+
+def matches(name: str, options: MegatronOptions) -> bool:
+    """The lists of what is trained and what is not."""
     only = options.only_train_params_name_list
     wanted = not only or any(re.search(pattern, name) for pattern in only)
     return wanted and not any(re.search(pattern, name) for pattern in options.freeze_params_name_list)

@@ -83,7 +83,8 @@ class WholeModel:
         self.folder = folder
         architecture = folder.bridge.architecture()
         placement = Placement(device=torch.device("meta"), dtype=folder.dtype)
-        options: Any = Megatron.Config(mtp_num_layers=num_ahead)
+        # Experts by themselves, under the names that bridges have for them; in the files they are the same either way.
+        options: Any = Megatron.Config(mtp_num_layers=num_ahead, moe_grouped_gemm=False)
         config = make_config(architecture, options, Shape(), placement)
         with torch.device("meta"):
             (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")

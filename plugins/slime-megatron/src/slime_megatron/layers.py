@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -29,6 +30,7 @@ from slime_core.training.fusion import fused_by_rows
 from slime_megatron.attention import PackedAttention
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.delta_net import DeltaNet
+from slime_megatron.experts import GroupedExperts
 from slime_megatron.selection import SelectedAttention
 
 
@@ -123,6 +125,14 @@ class PackedLayers(LocalSpecProvider):
 
     def core_attention(self) -> type:
         return PackedAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules | None]:
+        if moe_use_grouped_gemm:
+            return GroupedExperts, None
+        found: tuple[type, MLPSubmodules | None] = super().grouped_mlp_modules(False, moe_use_legacy_grouped_gemm)
+        return found
 
 
 def block_spec(

@@ -28,6 +28,7 @@ from slime_megatron.layers import block_spec
 from slime_megatron.log_probs import log_probs_of
 from slime_megatron.prediction import EmbeddingElsewhere, PredictionLayers
 from slime_megatron.rotation import LatentRotary, Rotation
+from slime_megatron.token_order import order_tokens_here
 from slime_megatron.work import Work
 
 
@@ -97,6 +98,7 @@ class PackedGpt(GPTModel):
             if not pre_process:
                 self.embedding_elsewhere = EmbeddingElsewhere(config, self.vocab_size, self.max_sequence_length)
         count_without_padding(self)
+        order_tokens_here(self, config)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
         self.chunk = chunk

@@ -58,6 +58,9 @@ class MegatronOptions(DriverConfig):
     """What Adam's first moment is kept in; with or without Transformer Engine."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
     """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
+    moe_grouped_gemm: bool | None = None
+    """Compute the experts that a rank holds together, by torch's own grouped products. By default where they are gated SiLU
+    without biases; false: Megatron's experts, one after the other. Checkpoints are the same either way."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     mtp_num_layers: int = Field(0, ge=0)
@@ -150,6 +153,7 @@ class Megatron(BackendDriver):
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
+            "moe_grouped_gemm",
             # Bound to the checkpoint (`read_manifest`): a run that moves to another device says what that one had.
             "bf16",
             *(field.name for field in fields(Stages)),

@@ -18,7 +18,6 @@ FORM: Final = "it changes what the model computes, which its config.json says an
 NOISE: Final = "the trainer would compute another function than the engine"
 INFERENCE: Final = "it is for generating text with Megatron, which the engine does here"
 GRAPHS: Final = "CUDA graphs want micro-batches of one length"
-EXPERTS: Final = "experts are computed one after the other, and bridges have no names for weights in one piece"
 LABELS: Final = "the language-model head is the backend's own"
 FSDP: Final = "it is a part of Megatron's FSDP, which the backend does not use"
 IGNORED: Final = "Megatron itself does not read it"
@@ -164,7 +163,6 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
             ),
             GRAPHS,
         ),
-        **dict.fromkeys(("moe_grouped_gemm", "moe_use_legacy_grouped_gemm"), EXPERTS),
         **dict.fromkeys(
             (
                 "cross_entropy_loss_fusion",
@@ -222,6 +220,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "num_distributed_optimizer_instances": "the state is spread over all data-parallel ranks",
         "align_param_gather": "parameters are not gathered while others compute",
         "fp32_residual_connection": "the backend's norms hand on what they are given, and layers want half precision",
+        "moe_use_legacy_grouped_gemm": "grouped products are torch's own: moe_grouped_gemm says whether they are used",
         "mtp_standalone": "Megatron finds it out by itself; layers of multi-token prediction lie on the last stage here",
         "moe_per_layer_logging": "the backend writes its own metrics",
         "log_num_zeros_in_grad": "the backend writes its own metrics",
@@ -265,10 +264,6 @@ NEEDS: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
 
 VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
-        "recompute_modules": (
-            ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
-            "experts are computed one after the other, without a function that could be computed again",
-        ),
         "moe_router_load_balancing_type": (
             ("none", "aux_loss"),
             "to seq_aux_loss a packed micro-batch is one sequence, which makes it aux_loss; the running means of "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from slime_core.training.joint_gather import gather_jointly
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
+from slime_megatron.experts import STACKED, expert_name
 from slime_megatron.folder import ModelFolder
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -80,8 +81,18 @@ def local_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     return found
 
 
-def tensor_dim(tensor: Tensor) -> int | None:
-    return int(tensor.partition_dim) if getattr(tensor, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+def tensor_dim(tensor: Tensor, *, stacked: bool) -> int | None:
+    """`stacked`: of one expert in a parameter of all of them."""
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return None
+    return int(tensor.partition_dim) - stacked  # type: ignore[attr-defined]
+
+
+def places_in(name: str, tensor: Tensor) -> list[tuple[str, tuple[str, int | None]]]:
+    """Names of entries, with the parameter that each is in, and which of its experts."""
+    if not STACKED.match(name):
+        return [(name, (name, None))]
+    return [(expert_name(name, number), (name, number)) for number in range(len(tensor))]
 
 
 class WeightTable:
@@ -91,17 +102,18 @@ class WeightTable:
         self._bridge = bridge
         self._vocab_size = vocab_size
         self._tensors = local_tensors(chunks)
+        self._places = dict(place for name, tensor in self._tensors.items() for place in places_in(name, tensor))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         mine = [
             Entry(
                 name=name,
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,
-                dim=tensor_dim(tensor),
+                shape=tuple(self._tensor(name).shape),
+                dtype=self._tensors[whole].dtype,
+                dim=tensor_dim(self._tensors[whole], stacked=number is not None),
                 stage=stage,
-                frozen=not tensor.requires_grad,
+                frozen=not self._tensors[whole].requires_grad,
             )
-            for name, tensor in self._tensors.items()
+            for name, (whole, number) in self._places.items()
         ]
         self._pp = parallel_state.get_pipeline_model_parallel_group()
         gathered: list[Any] = [None] * self._pp.size()
@@ -111,6 +123,12 @@ class WeightTable:
         self._experts_per_rank = Counter(
             LOCAL_EXPERT.sub("", entry.name) for entry in self.entries if entry.expert is not None
         )
+
+    def _tensor(self, name: str) -> Tensor:
+        """What this rank holds of an entry. Made anew each time: parameters move between device and host."""
+        whole, number = self._places[name]
+        tensor = self._tensors[whole].detach()
+        return tensor if number is None else tensor[number]
 
     def shapes_in_folder(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors of the whole model, by their names."""
@@ -158,7 +176,7 @@ class WeightTable:
         # A value head takes the place of the language model's.
         folder.check(wanted, unused=("lm_head.weight",) if fresh else ())
         for entry in self.entries:
-            if entry.name not in self._tensors:
+            if entry.name not in self._places:
                 continue
             number = self._experts(entry)[
                 parallel_state.get_expert_model_parallel_rank() if entry.expert is not None else 0
@@ -170,7 +188,7 @@ class WeightTable:
             if entry.dim is not None:
                 group = self._tp(entry)
                 whole = weight.shard(whole, entry.dim, group.size())[group.rank()]
-            self._tensors[entry.name].copy_(whole)
+            self._tensor(entry.name).copy_(whole)
 
     def _is_vocabulary(self, entry: Entry) -> bool:
         return entry.name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -218,9 +236,7 @@ class WeightTable:
         others."""
         dtypes = {entry: entry.dtype if dtype is None or entry.is_bias_of_router else dtype for entry in entries}
         held = {
-            entry: self._tensors[entry.name].detach().to(dtypes[entry])
-            for entry in entries
-            if entry.stage == self._pp.rank()
+            entry: self._tensor(entry.name).to(dtypes[entry]) for entry in entries if entry.stage == self._pp.rank()
         }
         spread = [entry for entry in held if len(self._experts(entry)) > 1]
         parts = all_parts([held[entry] for entry in spread], parallel_state.get_expert_model_parallel_group())
