@@ -278,8 +278,7 @@ class FsdpBackend(TrainBackend):
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
-        write_folder(trainer.model, trainer.folder, folder, first=trainer.ranks.is_first)
-        trainer.ranks.barrier()
+        write_folder(trainer.model, trainer.folder, folder, group=trainer.ranks.group)
 
     def save(self, folder: Path) -> None:
         trainer = self._ready

@@ -212,8 +212,7 @@ class MegatronBackend(TrainBackend):
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
-        write_folder(trainer.table, trainer.folder, folder, first=trainer.ranks.is_first, head=trainer.setup.head)
-        dist.barrier()
+        write_folder(trainer.table, trainer.folder, folder, head=trainer.setup.head)
 
     def save(self, folder: Path) -> None:
         self._write(folder, checkpoint.PlainSave())(None)

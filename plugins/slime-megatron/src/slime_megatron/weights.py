@@ -17,13 +17,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-import huggingface_hub
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from slime_core.training.joint_gather import gather_jointly
+from slime_core.training.saved_model import write_model
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.folder import ModelFolder
 
@@ -289,26 +289,30 @@ def order_of(entry: Entry) -> tuple[int, int, str, int]:
     return (0 if entry.name.startswith("embedding") else 2), 0, entry.name, 0
 
 
-def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, first: bool, head: str) -> None:
-    """What transformers loads, in the source's dtype. All ranks call; the first one writes. Tensors of the source that
-    nothing is made of go along unchanged."""
-    weights: dict[str, Tensor] = {}
-    for layer in table.export(None, keep=first):
-        weights |= {
-            name: tensor.detach().to(source.dtype).cpu().contiguous().clone() for name, tensor in (layer or {}).items()
-        }
-    if not first:
-        return
-    for name in sorted(set(source.files) - set(weights)):
+def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head: str) -> None:
+    """What transformers loads, in the source's dtype. All ranks call. Tensors of the source that nothing is made of go along
+    unchanged."""
+
+    def describe() -> None:
+        generation = source.path / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, target / generation.name)
+        raw = dict(source.raw)
+        if head == "value":
+            named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
+            raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+    write_model(saved_weights(table, source, head), target, describe=describe, group=dist.group.WORLD)
+
+
+def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterator[tuple[str, Tensor]]:
+    """The same on all ranks, one after the other."""
+    known = set()
+    for layer in table.export(None, keep=True):
+        for name, tensor in (layer or {}).items():
+            known.add(name)
+            yield name, tensor.to(source.dtype)
+    for name in sorted(source.files.keys() - known):
         if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
-            weights[name] = source.read([name])[0]
-    target.mkdir(parents=True, exist_ok=True)
-    huggingface_hub.save_torch_state_dict(weights, target)
-    raw = dict(source.raw)
-    if head == "value":
-        named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
-        raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    generation = source.path / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, target / generation.name)
+            yield name, source.read([name])[0]
