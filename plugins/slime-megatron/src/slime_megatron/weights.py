@@ -290,8 +290,8 @@ def order_of(entry: Entry) -> tuple[int, int, str, int]:
 
 
 def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head: str) -> None:
-    """What transformers loads, in the source's dtype. All ranks call. Tensors of the source that nothing is made of go along
-    unchanged."""
+    """What transformers loads, each tensor in the dtype of the source's. All ranks call. Tensors of the source that
+    nothing is made of go along unchanged."""
 
     def describe() -> None:
         generation = source.path / "generation_config.json"
@@ -312,7 +312,7 @@ def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterato
     for layer in table.export(None, keep=True):
         for name, tensor in (layer or {}).items():
             known.add(name)
-            yield name, tensor.to(source.dtype)
+            yield name, tensor.to(source.dtypes.get(name, source.dtype))
     for name in sorted(source.files.keys() - known):
         if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
             yield name, source.read([name])[0]
