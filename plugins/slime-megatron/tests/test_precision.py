@@ -87,6 +87,25 @@ def test_routers_keep_their_biases_in_float32(with_biases, tmp_path):
         assert torch.equal(at_start[name], tensor), name
 
 
+def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
+    folder, weights = with_biases
+    training = TrainingBatch.make()
+    with opened(backend(bf16=True, moe_router_bias_update_rate=0.125), Place(model=folder)) as one:
+        report = one.backend.train_step(training.micros(), objective_of(poison=math.nan))
+        skipped = one.weights()
+        assert report.skipped
+        assert not one.backend.train_step(training.micros(), objective_of()).skipped
+        stepped = one.weights()
+    biases = list(filter(BIAS.search, weights))
+    assert len(biases) == 3
+    for name in biases:
+        assert torch.equal(skipped[name], weights[name]), name
+        # Up or down by the rate, or not at all.
+        moved = 8 * (stepped[name] - weights[name])
+        torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-4)
+        assert moved.round().abs().max() == 1, name
+
+
 def test_a_step_that_is_not_finite_halves_the_loss_scale(place):
     training = TrainingBatch.make()
     with opened(backend(fp16=True, initial_loss_scale=2.0**10, hysteresis=1), place) as one:
