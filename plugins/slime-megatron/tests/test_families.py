@@ -197,6 +197,15 @@ def test_dense_layers_come_before_those_with_experts(tmp_path):
         opened_one(folder).__enter__()
 
 
+@pytest.mark.parametrize("shape", [{"vpp": 2}, {"sequence_parallel": True, "tp": 2}])
+def test_roles_of_one_process_have_one_layout(shape, folder):
+    from slime_megatron.layout import Shape
+    from slime_megatron.process import join
+
+    with opened_one(folder), pytest.raises(ConfigError, match=r"role critic: .* another role .* another layout"):
+        join(Place(model=folder).setup(role="critic"), Shape(**shape))
+
+
 def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
     other = make_family(tmp_path / "other", "qwen2.5")
     with pytest.raises(ModelError, match="another architecture"):
