@@ -231,11 +231,15 @@ def test_kimi_is_read_as_deepseek(tmp_path):
     file = folder / "config.json"
     raw = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.X"}}
     file.write_text(json.dumps(raw))
+    (folder / "configuration.py").write_text("X = None\n")
     with opened_one(folder) as one:
         exported = one.weights()
         got = one.scores(training)["log_probs"]
+        one.backend.save_hf(tmp_path / "saved")
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert abs(got - log_probs.numpy()).max() <= LOGITS
+    # Whoever loads it runs the code that its config names.
+    assert (tmp_path / "saved" / "configuration.py").read_text() == "X = None\n"
 
 
 def test_mimo_is_read_as_qwen2(tmp_path):

@@ -7,7 +7,6 @@ Names and shapes are those of the files that transformers would write: where a m
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import groupby
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from slime_core.model_folder import copy_generation_and_code
 from slime_core.storage import storage_error
 from slime_core.training.rounded_adamw import local
 from slime_core.training.saved_model import write_model
@@ -110,9 +110,7 @@ def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, grou
         write_adapter(packed, packed.adapters, target / "adapter", group)
 
     def describe() -> None:
-        generation = source.path / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, target / generation.name)
+        copy_generation_and_code(source.path, target)
         config = deepcopy(packed.model.config)
         config.architectures = [type(packed.model).__name__]
         config.dtype = source.dtype

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from slime_core.model_folder import copy_generation_and_code
 from slime_core.training.joint_gather import gather_jointly
 from slime_core.training.saved_model import write_model
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
@@ -294,9 +294,7 @@ def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head:
     nothing is made of go along unchanged."""
 
     def describe() -> None:
-        generation = source.path / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, target / generation.name)
+        copy_generation_and_code(source.path, target)
         raw = dict(source.raw)
         if head == "value":
             named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
