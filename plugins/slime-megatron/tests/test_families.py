@@ -212,6 +212,22 @@ def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
         opened_one(folder, copies={"teacher": other}).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
+        ({"rms_norm_eps": 1e-3}, "layernorm_epsilon"),
+    ],
+)
+def test_a_copy_that_computes_otherwise_is_refused(change, told, folder, tmp_path):
+    """Its weights would fit."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    file = other / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=rf"another architecture than the trained one \({told}\)"):
+        opened_one(folder, copies={"teacher": other}).__enter__()
+
+
 def test_layers_of_multi_token_prediction_travel_along(tmp_path):
     """They are not trained, and not lost."""
     folder = make_family(tmp_path / "model", "glm-4.5")

@@ -173,13 +173,15 @@ def in_half_precision(config: TransformerConfig, chunk: nn.Module) -> nn.Module:
     return half
 
 
-def check_copy_shapes(name: str, ours: Architecture, theirs: Architecture) -> None:
-    """Copies are swapped in place."""
+def check_copy(name: str, ours: Architecture, theirs: Architecture) -> None:
+    """Copies are swapped in place: what is no weight has to be the trained model's own."""
     same = {key: value for key, value in ours.options.items() if not callable(value)}
     other = {key: value for key, value in theirs.options.items() if not callable(value)}
     different = sorted(key for key in same.keys() | other.keys() if same.get(key) != other.get(key))
-    if ours.vocab_size != theirs.vocab_size:
-        different.append("vocab_size")
+    beside = ("vocab_size", "tied", "mla", "sandwich_norms", "choosers", "interleaved_indexer")
+    different += [field for field in beside if getattr(ours, field) != getattr(theirs, field)]
+    if ours.rotary.factor != theirs.rotary.factor or not torch.equal(ours.rotary.inv_freq, theirs.rotary.inv_freq):
+        different.append("rope_parameters")
     if different:
         raise ModelError(
             f'weights "{name}": another architecture than the trained one ({", ".join(different)}). Backend megatron swaps '
