@@ -3,6 +3,7 @@ bit."""
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,35 @@ def test_it_comes_back_to_the_bit(family, tmp_path):
     saved, loaded = (load_family(folder).state_dict() for folder in (tmp_path / "saved", family))
     assert set(saved) == set(loaded)
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+def test_what_is_saved_is_gathered_piece_by_piece(tmp_path, monkeypatch):
+    """A layer with experts is not held at once, as it is for engines."""
+    from slime_megatron import weights
+
+    folder = make_family(tmp_path / "model", "deepseek-v3")
+    alive = weakref.WeakSet()
+    wholes = weights.WeightTable._wholes
+
+    def counted(table, entries, dtype):
+        found = wholes(table, entries, dtype)
+        alive.update(found.values())
+        return found
+
+    monkeypatch.setattr(weights.WeightTable, "_wholes", counted)
+    # Smaller than any tensor, so that each is gathered by itself.
+    monkeypatch.setattr(weights, "JOINT_BYTES", 1)
+    with opened_one(folder) as one:
+        table = one.backend._trainer.table
+        # In another dtype they are copies.
+        most = max(len(alive) for _ in table.as_gathered(torch.float64))
+        of_layers = max(len(alive) for _ in table.export(torch.float64, keep=True))
+        names = [name for name, _ in table.as_gathered(None)]
+        exported = list(one.weights())
+    assert most <= 2
+    assert of_layers > 16
+    assert len(names) == len(set(names))
+    assert set(names) == set(exported)
 
 
 def test_positions_of_chosen_keys_may_be_embedded_in_neighbours(tmp_path, monkeypatch):

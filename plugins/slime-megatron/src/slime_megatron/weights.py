@@ -187,18 +187,28 @@ class WeightTable:
         """A layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
         `dtype` None: as they are."""
         for _, of_layer in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
-            found: list[tuple[tuple[str, int], dict[str, Tensor]]] = []
-            for entries in self._batches(of_layer):
-                for (entry, number), whole in self._wholes(entries, dtype).items():
-                    if not keep:
-                        continue
-                    weight = self._weight(entry, number)
-                    parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
-                    place = (LOCAL_EXPERT.sub(".", entry.name), number or 0)
-                    found.append((place, dict(zip(weight.names, parts, strict=True))))
+            found = [piece for entries in self._batches(of_layer) for piece in self._pieces(entries, dtype, keep=keep)]
             # Experts by their numbers, however many ranks share them.
             layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
             yield layer if keep else None
+
+    @torch.no_grad()
+    def as_gathered(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """As `export`, on all ranks, one after the other: no more is held than one collective has gathered, where a layer may
+        have 20 GB of experts. Their order is that of the layout."""
+        for entries in self._batches(self.entries):
+            for _, parts in self._pieces(entries, dtype, keep=True):
+                yield from parts.items()
+
+    def _pieces(
+        self, entries: Sequence[Entry], dtype: torch.dtype | None, *, keep: bool
+    ) -> Iterator[tuple[tuple[str, int], dict[str, Tensor]]]:
+        """Tensors under the folder's names, each with its place in a layer; none where they are not kept."""
+        for (entry, number), whole in self._wholes(entries, dtype).items():
+            if keep:
+                weight = self._weight(entry, number)
+                parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
+                yield (LOCAL_EXPERT.sub(".", entry.name), number or 0), dict(zip(weight.names, parts, strict=True))
 
     def _batches(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         """What is gathered together: of one layer of many experts not all."""
@@ -307,10 +317,9 @@ def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head:
 def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterator[tuple[str, Tensor]]:
     """The same on all ranks, one after the other."""
     known = set()
-    for layer in table.export(None, keep=True):
-        for name, tensor in (layer or {}).items():
-            known.add(name)
-            yield name, tensor.to(source.dtypes.get(name, source.dtype))
+    for name, tensor in table.as_gathered(None):
+        known.add(name)
+        yield name, tensor.to(source.dtypes.get(name, source.dtype))
     for name in sorted(source.files.keys() - known):
         if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
             yield name, source.read([name])[0]
