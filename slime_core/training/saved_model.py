@@ -36,10 +36,10 @@ def write_model(
     group: dist.ProcessGroup | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """All ranks of `group` call (None: there is one), with the same whole tensors in the same order; each copies and writes
-    every so-manyth file. `target`: where all of them see it; weights that were in it are replaced. `describe` is called
-    on the first rank when all weights have their places, and writes config.json. StorageError, on every rank, for what
-    one of them could not write."""
+    """All n ranks of `group` call (None: there is one), with the same whole tensors in the same order; each copies and writes
+    every n-th file. `target`: a folder that all of them see; weights that are in it are replaced. `describe` is called on
+    the first rank when all weights have their places, and writes config.json last. StorageError, on every rank, for what one
+    of them could not write."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     aside = target / ASIDE
 
@@ -48,6 +48,12 @@ def write_model(
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
 
+    def look() -> None:
+        if not aside.is_dir():
+            raise FileNotFoundError(
+                f"rank {rank} does not see {ASIDE}, which the first one has made there: all machines must share this folder"
+            )
+
     def end() -> None:
         if rank == 0:
             place(aside, target, shards.ended)
@@ -55,6 +61,7 @@ def write_model(
 
     try:
         on_all_ranks(begin, group, ranks)
+        on_all_ranks(look, group, ranks)
         with ThreadPoolExecutor(1) as writer:
             shards = Shards(aside, rank=rank, ranks=ranks, shard_bytes=shard_bytes, writer=writer)
             for name, tensor in weights:
@@ -139,11 +146,6 @@ def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
 def place(aside: Path, target: Path, count: int) -> None:
     """Gives the files the names that transformers looks for, in place of those that were there."""
     parts = [shard_file(aside, number) for number in range(count)]
-    if missing := [part for part in parts if not part.is_file()]:
-        raise FileNotFoundError(
-            f"the first rank does not see {missing[0].relative_to(target)}, which another one has written: all machines must "
-            "share this folder"
-        )
     (target / CONFIG).unlink(missing_ok=True)
     for file in sorted(target.iterdir(), reverse=True):
         if OF_WEIGHTS.fullmatch(file.name):

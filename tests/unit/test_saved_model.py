@@ -5,6 +5,7 @@ import errno
 import json
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -185,7 +186,16 @@ def test_a_disk_that_refuses_is_told_at_the_end(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_the_first_rank_does_not_see_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_model, "save_file", lambda tensors, file, **told: None)
-    with pytest.raises(StorageError, match=r"does not see .*00000\.safetensors.*all machines must share this folder"):
-        write_model(iter(rows(3)), tmp_path, describe=lambda: None)
+def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path, monkeypatch):
+    """Before anything is gathered."""
+    monkeypatch.setattr(saved_model, "on_all_ranks", lambda work, group, ranks: work())
+    second = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+
+    def stream():
+        raise AssertionError("gathered")
+        yield
+
+    with pytest.raises(
+        StorageError, match=r"rank 1 does not see \.weights\.writing.*all machines must share this folder"
+    ):
+        write_model(stream(), tmp_path, describe=lambda: None, group=second)
