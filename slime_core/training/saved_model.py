@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_core.storage import storage_error
-from slime_core.training.written_files import on_all_ranks
+from slime_core.training.joint_failure import on_all_ranks
 from slime_core.weight_files import gather_weights
 
 SHARD_BYTES: Final = 5 * 10**9
