@@ -71,6 +71,13 @@ def copy_processor(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def copy_generation_and_code(source: Path, target: Path) -> None:
+    """What a saved model needs of the folder that it started from, beside config and tokenizer: how text is generated, and the
+    modules that `auto_map` of its config names."""
+    for file in sorted([*source.glob("generation_config.json"), *source.glob("*.py")]):
+        shutil.copyfile(file, target / file.name)
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
 

@@ -46,9 +46,15 @@ def gather_weights(parts: Sequence[Path], target: Path) -> None:
             part.rename(target / name)
         with safe_open(target / name, framework="numpy") as opened:
             weight_map |= dict.fromkeys(opened.keys(), name)
-        total += (target / name).stat().st_size
+        total += tensor_bytes(target / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tensor_bytes(file: Path) -> int:
+    """What is behind the header, whose length stands in the first eight bytes."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
 
 def file_of(folder: Path) -> dict[str, Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,9 +106,12 @@ async def export_hf(session: Session) -> None:
             await trainers.each("save_hf", aside)
         session.tokenizer.save_pretrained(aside)
         copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
+        before = final.with_name(f".{final.name}.old")
         if final.exists():
-            final.rename(final.with_name(f".{final.name}.old.{os.getpid()}"))
+            shutil.rmtree(before, ignore_errors=True)
+            final.rename(before)
         aside.rename(final)
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def print_dry_run(run: BoundRun, materials: Materials) -> None:

@@ -179,7 +179,8 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def save_hf(self, folder: Path) -> None:
-        """safetensors and config that `transformers` loads; the tokenizer is the kernel's business."""
+        """safetensors and config that `transformers` loads, into a folder that all ranks share; the tokenizer is the kernel's
+        business. It has no config.json before it is whole."""
 
     @abstractmethod
     def refresh_copy(self, name: str) -> None:

@@ -55,6 +55,20 @@ def test_save_hf_on_two_ranks_is_what_is_exported(ranks):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
+def test_two_ranks_write_files_of_one_model(ranks):
+    weights = ranks("skip")[0]["weights"]
+    shards = sorted((ranks.folder / "hf_shards").glob("model-*-of-*.safetensors"))
+    assert len(shards) == 3
+    saved = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+
+
+def test_a_file_that_one_rank_cannot_write_is_told_on_both(ranks):
+    assert all("no space left to write it" in part["failure"] for part in ranks("shards"))
+    assert not list((ranks.folder / "hf_refused").iterdir())
+
+
 def test_unevenly_cut_tensors_are_gathered_whole(ranks):
     ranks("dp")
     for part in ranks("gathered"):

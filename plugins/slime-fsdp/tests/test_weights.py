@@ -1,6 +1,8 @@
 """Weights out and in again: buckets, Hugging Face folders, value heads."""
 
 import json
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -62,6 +64,23 @@ def test_save_hf_keeps_the_dtype_of_the_source(folders, start, tmp_path):
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_model_that_brings_its_code_is_saved_with_it(folders, start, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = shutil.copytree(folders("qwen3"), tmp_path / "source")
+    (source / "modeling_own.py").write_text(
+        "from transformers import Qwen3ForCausalLM\n\n\nclass OwnForCausalLM(Qwen3ForCausalLM):\n    pass\n"
+    )
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}})
+    )
+    backend = start(source, trust_remote_code=True)
+    backend.save_hf(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM"
 
 
 def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, start, pack, samples, tmp_path):

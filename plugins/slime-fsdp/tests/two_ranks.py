@@ -4,10 +4,12 @@ forked after the imports, which take longer than all the rest; CUDA does not sur
 usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER ADAPTER_FOLDER
 """
 
+import errno
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
 from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
-from slime_core.errors import ModelError
+from slime_core.errors import ModelError, StorageError
+from slime_core.training import saved_model
+from slime_fsdp import export
 from slime_fsdp.gather import gathered
 
 
@@ -66,6 +70,25 @@ def uneven(device):
     return whole | {"double": whole["odd"].double()}
 
 
+def save_in_shards(backend, run):
+    """So small ones that both ranks have theirs; then with a disk that refuses those of the second rank. The failure's text."""
+    write_model, save_file = export.write_model, saved_model.save_file
+    export.write_model = partial(write_model, shard_bytes=2**15)
+    backend.save_hf(run.out / "hf_shards")
+    if run.rank == 1:
+        saved_model.save_file = refuse
+    try:
+        backend.save_hf(run.out / "hf_refused")
+    except StorageError as error:
+        return str(error)
+    finally:
+        export.write_model, saved_model.save_file = write_model, save_file
+
+
+def refuse(tensors, file, **told):
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
 def data_parallel(run):
     samples = make_samples()
     backend = run.begin("dp", optimizer=SGD, copies={"reference": run.model})
@@ -82,6 +105,7 @@ def data_parallel(run):
     report = backend.train_step([pack(samples)], SequencePolicy(poison=float("nan") if run.rank == 0 else 0.0))
     backend.save_hf(run.out / "hf")
     run.keep("skip", backend, **numbers(report), refreshed=refreshed)
+    run.save("shards", failure=save_in_shards(backend, run))
     mesh = init_device_mesh(run.device, (2,))
     whole = uneven(run.device)
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def load_torch_dist(backend: Any, folder: Path) -> None:
 
     chunks = backend._trainer.bare
     put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder)))
+
+
+def save_in_shards(backend: Any, folder: Path, shard_bytes: int) -> None:
+    """So small ones that every rank has its own."""
+    from slime_megatron import weights
+
+    whole = weights.write_model
+    weights.write_model = partial(whole, shard_bytes=shard_bytes)  # type: ignore[assignment]
+    try:
+        backend.save_hf(folder)
+    finally:
+        weights.write_model = whole
 
 
 def with_expert_ids(training: TrainingBatch, layers: int, experts: int, top_k: int) -> TrainingBatch:
@@ -75,6 +88,8 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         reports = [
             one.backend.train_step(training.micros(split), objective_of()) for _ in range(2 if adam or replay else 1)
         ]
+        if (shard_bytes := case.get("shard_bytes")) is not None:
+            save_in_shards(one.backend, out / "hf", shard_bytes)
         if (folder := case.get("save")) is not None:
             Path(folder).mkdir(exist_ok=True)
             one.backend.save(Path(folder))

@@ -3,6 +3,7 @@ bit."""
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,35 @@ def test_it_comes_back_to_the_bit(family, tmp_path):
     saved, loaded = (load_family(folder).state_dict() for folder in (tmp_path / "saved", family))
     assert set(saved) == set(loaded)
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+def test_what_is_saved_is_gathered_piece_by_piece(tmp_path, monkeypatch):
+    """A layer with experts is not held at once, as it is for engines."""
+    from slime_megatron import weights
+
+    folder = make_family(tmp_path / "model", "deepseek-v3")
+    alive = weakref.WeakSet()
+    wholes = weights.WeightTable._wholes
+
+    def counted(table, entries, dtype):
+        found = wholes(table, entries, dtype)
+        alive.update(found.values())
+        return found
+
+    monkeypatch.setattr(weights.WeightTable, "_wholes", counted)
+    # Smaller than any tensor, so that each is gathered by itself.
+    monkeypatch.setattr(weights, "JOINT_BYTES", 1)
+    with opened_one(folder) as one:
+        table = one.backend._trainer.table
+        # In another dtype they are copies.
+        most = max(len(alive) for _ in table.as_gathered(torch.float64))
+        of_layers = max(len(alive) for _ in table.export(torch.float64, keep=True))
+        names = [name for name, _ in table.as_gathered(None)]
+        exported = list(one.weights())
+    assert most <= 2
+    assert of_layers > 16
+    assert len(names) == len(set(names))
+    assert set(names) == set(exported)
 
 
 def test_positions_of_chosen_keys_may_be_embedded_in_neighbours(tmp_path, monkeypatch):
@@ -197,9 +227,34 @@ def test_dense_layers_come_before_those_with_experts(tmp_path):
         opened_one(folder).__enter__()
 
 
+@pytest.mark.parametrize("shape", [{"vpp": 2}, {"sequence_parallel": True, "tp": 2}])
+def test_roles_of_one_process_have_one_layout(shape, folder):
+    from slime_megatron.layout import Shape
+    from slime_megatron.process import join
+
+    with opened_one(folder), pytest.raises(ConfigError, match=r"role critic: .* another role .* another layout"):
+        join(Place(model=folder).setup(role="critic"), Shape(**shape))
+
+
 def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
     other = make_family(tmp_path / "other", "qwen2.5")
     with pytest.raises(ModelError, match="another architecture"):
+        opened_one(folder, copies={"teacher": other}).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
+        ({"rms_norm_eps": 1e-3}, "layernorm_epsilon"),
+    ],
+)
+def test_a_copy_that_computes_otherwise_is_refused(change, told, folder, tmp_path):
+    """Its weights would fit."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    file = other / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=rf"another architecture than the trained one \({told}\)"):
         opened_one(folder, copies={"teacher": other}).__enter__()
 
 
@@ -222,11 +277,15 @@ def test_kimi_is_read_as_deepseek(tmp_path):
     file = folder / "config.json"
     raw = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.X"}}
     file.write_text(json.dumps(raw))
+    (folder / "configuration.py").write_text("X = None\n")
     with opened_one(folder) as one:
         exported = one.weights()
         got = one.scores(training)["log_probs"]
+        one.backend.save_hf(tmp_path / "saved")
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert abs(got - log_probs.numpy()).max() <= LOGITS
+    # Whoever loads it runs the code that its config names.
+    assert (tmp_path / "saved" / "configuration.py").read_text() == "X = None\n"
 
 
 def test_mimo_is_read_as_qwen2(tmp_path):

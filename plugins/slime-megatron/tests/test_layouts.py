@@ -1,10 +1,14 @@
 """Every layout trains as one rank does: scores, gradients (weights after a step of plain descent), norms and metrics."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.megatron
 
+SHARD_BYTES = 2**14
 FLOAT32 = 2e-5
 """What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
 
@@ -98,7 +102,12 @@ def made(tmp_path_factory):
             folder = make_family(tmp_path_factory.mktemp("model") / model, model)
             layouts = {"one": (1, {}), **MODELS[family]}
             cases = {
-                name: {"model": str(folder), "world_size": count, "options": {**always, **options}}
+                name: {
+                    "model": str(folder),
+                    "world_size": count,
+                    "options": {**always, **options},
+                    "shard_bytes": SHARD_BYTES,
+                }
                 for name, (count, options) in layouts.items()
             }
             done[family] = run_layouts(tmp_path_factory.mktemp("layouts"), cases)
@@ -136,6 +145,26 @@ def test_it_trains_as_one_rank(made, family, layout):
         for name, value in rank["sums"].items():
             sums[name] = sums.get(name, 0.0) + value
     assert sums == pytest.approx(one["sums"], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", "tp2-cp2"), ("qwen3-moe", "dp2-pp2-ep2"), ("deepseek-v3", "pp2")]
+)
+def test_ranks_write_a_model_together(made, family, layout):
+    layouts = made(family)
+    first, *_ = layouts.ranks(layout)
+    folder = layouts.out / layout / "hf"
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 4
+    saved = {}
+    for shard in shards:
+        saved |= load_file(shard)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == saved.keys()
+    extra = saved.keys() - first["after"].keys()
+    assert not extra
+    for name, tensor in first["after"].items():
+        assert torch.equal(saved[name], tensor), name
 
 
 def joined(ranks, name):

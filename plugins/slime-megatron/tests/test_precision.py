@@ -1,9 +1,13 @@
 """Half precision beside float32, and the loss scale of float16."""
 
+import json
 import math
+import re
 
 import pytest
 import torch
+from families import make_family
+from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError
 from slime_core.testing.tiny_model import make_tiny_model
@@ -11,6 +15,8 @@ from slime_core.testing.tiny_training import ADAM, SPLITS, Place, TrainingBatch,
 from slime_megatron.plugin import Megatron
 
 pytestmark = pytest.mark.megatron
+
+BIAS = re.compile(r"e_score_correction_bias$")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,62 @@ def test_gradients_are_near_to_those_in_float32(place, options, apart):
     got, report = step(place, **options)
     assert not report.skipped
     assert float((got - expected).norm() / expected.norm()) < apart
+
+
+@pytest.fixture(scope="module")
+def with_biases(tmp_path_factory):
+    """In bfloat16, but for the biases of its routers, as published."""
+    folder = make_family(tmp_path_factory.mktemp("model") / "deepseek", "deepseek-v3")
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name in filter(BIAS.search, weights):
+        weights[name] = torch.linspace(7.0, 8.0, len(weights[name])) + 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
+    return folder, weights
+
+
+def test_routers_keep_their_biases_in_float32(with_biases, tmp_path):
+    """Between 7 and 8 bfloat16 has 32 numbers. What routers count must not be rounded either: 256 and one are 256 there."""
+    folder, weights = with_biases
+    training = TrainingBatch.make()
+    with opened(backend(bf16=True), Place(model=folder)) as one:
+        at_start = one.weights()
+        one.scores(training)
+        one.backend.save_hf(tmp_path / "saved")
+        counts = [
+            buffer.dtype
+            for chunk in one.backend._trainer.bare
+            for name, buffer in chunk.named_buffers()
+            if name.endswith("local_tokens_per_expert")
+        ]
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert len(counts) == 3
+    assert set(counts) == {torch.float32}
+    assert saved.keys() == at_start.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert saved[name].dtype == tensor.dtype, name
+        assert torch.equal(saved[name], tensor), name
+        assert torch.equal(at_start[name], tensor), name
+
+
+def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
+    folder, weights = with_biases
+    training = TrainingBatch.make()
+    with opened(backend(bf16=True, moe_router_bias_update_rate=0.125), Place(model=folder)) as one:
+        report = one.backend.train_step(training.micros(), objective_of(poison=math.nan))
+        skipped = one.weights()
+        assert report.skipped
+        assert not one.backend.train_step(training.micros(), objective_of()).skipped
+        stepped = one.weights()
+    biases = list(filter(BIAS.search, weights))
+    assert len(biases) == 3
+    for name in biases:
+        assert torch.equal(skipped[name], weights[name]), name
+        # Up or down by the rate, or not at all.
+        moved = 8 * (stepped[name] - weights[name])
+        torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-4)
+        assert moved.round().abs().max() == 1, name
 
 
 def test_a_step_that_is_not_finite_halves_the_loss_scale(place):

@@ -4,7 +4,7 @@ On GPUs in half precision kernels take the stream as it is; elsewhere sequences 
 one SDPA call each. Under context parallelism keys and values are gathered over the group first.
 
 Legend: N tokens this rank holds, M keys visible to it (N without context parallelism), H query heads, K key heads,
-D head dim, S segments (see segment_table.py), Lq and Lk padded lengths in a block.
+D head dim, S segments (see SegmentTable), Lq and Lk padded lengths in a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime_core.training.attention_runs import Run, runs_of
 from slime_core.training.delta_rule import RecurrencePlan
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take, TakeUnique, places_of, take
-from slime_fsdp.segment_table import SegmentTable, runs
+from slime_core.training.segment_table import Int64, SegmentTable
 
 PACKED = "slime_packed"
 """Our name among transformers' attention implementations."""
@@ -164,6 +164,13 @@ def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray, square: np.nd
 
 def far_apart(one: float, other: float) -> bool:
     return max(one, other) > min(one, other) * MAX_STRETCH + FREE_TOKENS
+
+
+def runs(starts: Int64, lengths: Int64, padded: Int64) -> Int64:
+    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded[i]` of them."""
+    before = np.cumsum(padded) - padded
+    offset = np.arange(int(padded.sum())) - np.repeat(before, padded)
+    return np.repeat(starts, padded) + np.minimum(offset, np.repeat(lengths - 1, padded))
 
 
 # Compiled layers stop here: a graph would be specialised to each micro-batch's plan.

@@ -24,6 +24,7 @@ from slime_core.training.attention_runs import long_on
 from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
 from slime_core.training.random_state import random_state
+from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -44,7 +45,6 @@ from slime_fsdp.optimizer import (
 from slime_fsdp.packed_model import Outputs, PackedModel, Placement, build_model
 from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
-from slime_fsdp.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.staging import Staging
 from slime_fsdp.vision import held_images, rope_positions
@@ -283,8 +283,7 @@ class FsdpBackend(TrainBackend):
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
-        write_folder(trainer.model, trainer.folder, folder, first=trainer.ranks.is_first)
-        trainer.ranks.barrier()
+        write_folder(trainer.model, trainer.folder, folder, group=trainer.ranks.group)
 
     def save(self, folder: Path) -> None:
         trainer = self._ready

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from slime_core.errors import CheckpointError
+from slime_core.training.joint_failure import first_failure_alone, on_all_ranks
 from slime_core.training.random_state import restore_random_state
-from slime_core.training.written_files import check_sizes, first_failure_alone, on_all_ranks, sizes_of
+from slime_core.training.written_files import check_sizes, sizes_of
 from slime_fsdp.process import Ranks
 
 MANIFEST = "fsdp.json"

@@ -7,20 +7,24 @@ Names and shapes are those of the files that transformers would write: where a m
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 
-import huggingface_hub
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from slime_core.model_folder import copy_generation_and_code
+from slime_core.storage import storage_error
+from slime_core.training.joint_failure import on_all_ranks
 from slime_core.training.rounded_adamw import local
+from slime_core.training.saved_model import write_model
 from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.gather import gathered
@@ -99,34 +103,36 @@ def layer_of(name: str) -> str:
     return found.group(0) if found else name
 
 
-def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, first: bool) -> None:
+def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, group: dist.ProcessGroup | None) -> None:
     """What transformers' from_pretrained reads, in the source's dtype, with adapters merged; and in adapter/ what peft
-    reads. All ranks call; the first one writes."""
+    reads. All ranks of `group` call (None: there is one)."""
     if packed.adapters is not None:
-        write_adapter(packed, packed.adapters, target / "adapter", first=first)
-    weights: dict[str, Tensor] = {}
-    for layer in whole_tensors(packed, source.dtype, keep=first):
-        # clone: on one rank a tensor of the same dtype is the parameter itself.
-        weights |= {name: tensor.detach().cpu().clone() for name, tensor in (layer or {}).items()}
-    if not first:
-        return
-    target.mkdir(parents=True, exist_ok=True)
-    huggingface_hub.save_torch_state_dict(weights, target)
-    config = deepcopy(packed.model.config)
-    config.architectures = [type(packed.model).__name__]
-    config.dtype = source.dtype
-    config.save_pretrained(target)
-    generation = source.path / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, target / generation.name)
+        write_adapter(packed, packed.adapters, target / "adapter", group)
+
+    def describe() -> None:
+        copy_generation_and_code(source.path, target)
+        config = deepcopy(packed.model.config)
+        config.architectures = [type(packed.model).__name__]
+        config.dtype = source.dtype
+        config.save_pretrained(target)
+
+    layers = whole_tensors(packed, source.dtype, keep=True)
+    weights = ((name, tensor) for layer in layers for name, tensor in (layer or {}).items())
+    write_model(weights, target, describe=describe, group=group)
 
 
-def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, *, first: bool) -> None:
+def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, group: dist.ProcessGroup | None) -> None:
     """peft's own format, for the folder that training started from."""
     whole = gathered({name: parameter.detach() for name, parameter in trained_parameters(packed.model).items()})
-    if not first:
-        return
-    weights = {file_name(name): tensor.cpu().contiguous() for name, tensor in whole.items()}
-    target.mkdir(parents=True, exist_ok=True)
-    save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    adapters.config.save_pretrained(str(target))
+
+    def write() -> None:
+        weights = {file_name(name): tensor.cpu().contiguous() for name, tensor in whole.items()}
+        target.mkdir(parents=True, exist_ok=True)
+        save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
+        adapters.config.save_pretrained(str(target))
+
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    try:
+        on_all_ranks(lambda: write() if rank == 0 else None, group, ranks)
+    except (OSError, SafetensorError) as error:
+        raise storage_error(target, error) from error

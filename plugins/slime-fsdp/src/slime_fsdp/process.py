@@ -41,10 +41,6 @@ class Ranks:
         """Of all ranks, for the host. All of them call."""
         return None if self.mesh is None else dist.new_group(backend="gloo")
 
-    def barrier(self) -> None:
-        if self.mesh is not None and self.mesh.size() > 1:
-            dist.barrier(group=self.group)
-
     def leave(self) -> None:
         if self.made_group and dist.is_initialized():
             dist.destroy_process_group()

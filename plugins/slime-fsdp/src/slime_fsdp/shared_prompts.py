@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from slime_core.batch.pack import ragged_positions
+from slime_core.training.segment_table import Int64, SegmentTable
 from slime_core.types.microbatch import MicroBatch
-from slime_fsdp.segment_table import Int64, SegmentTable
 
 
 def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:

@@ -3,8 +3,8 @@
 The kernels of GPUs in half precision; elsewhere sequences of like length are padded into blocks, one SDPA
 call each. Under context parallelism keys and values are gathered over the group first.
 
-Legend: N tokens this rank holds, M keys that it may read, H query heads, K key heads, D head dim, S segments (a run of
-queries with the keys up to its end: a sequence, or one zigzag chunk of it), Lq and Lk padded lengths in a block.
+Legend: N tokens this rank holds, M keys that it may read, H query heads, K key heads, D head dim, S segments (see
+SegmentTable), Lq and Lk padded lengths in a block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,13 +22,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime_core.batch.pack import ragged_positions
 from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
 from slime_core.training.attention_kernels import attend_packed, attend_short
 from slime_core.training.attention_runs import Run, long_on, runs_of
 from slime_core.training.key_gather import gather_keys
 from slime_core.training.rows import Take, places_of, take
+from slime_core.training.segment_table import Int64, SegmentTable
 from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.rotation import Rotation
 
@@ -38,8 +37,6 @@ STRETCH = 1.25
 FREE_TOKENS = 8
 # Scores per segment up to which a CPU computes attention by its formula, which is faster than SDPA's kernel there.
 SHORT_SCORES = 2048
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,36 +86,6 @@ class PackedPlan(PackedSeqParams):
     and for when they are computed again."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Segments:
-    """On the host, int64. A segment's queries follow each other; its last query stands at its last key."""
-
-    query_lengths: Int64
-    key_lengths: Int64
-    key_rows: Int64 | None
-    """(sum of key_lengths,) rows among the M keys; None: a segment's keys are its queries."""
-
-
-def whole_sequences(cu_seqlens: Tensor) -> Segments:
-    lengths = np.diff(cu_seqlens.numpy().astype(np.int64))
-    return Segments(query_lengths=lengths, key_lengths=lengths, key_rows=None)
-
-
-def zigzag_part(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
-    """Two chunks of each sequence; the keys are those of all ranks of the group, one rank after the other."""
-    offsets = cu_seqlens.numpy().astype(np.int64)
-    chunks = np.diff(offsets) // (2 * cp_size)
-    key_lengths = np.stack([(cp_rank + 1) * chunks, (2 * cp_size - cp_rank) * chunks], axis=1).ravel()
-    held = torch.cat([held_positions(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).numpy()
-    gathered = np.empty_like(held)
-    gathered[held] = np.arange(len(held))
-    return Segments(
-        query_lengths=np.repeat(chunks, 2),
-        key_lengths=key_lengths,
-        key_rows=gathered[ragged_positions(np.repeat(offsets[:-1], 2), key_lengths)],
-    )
-
-
 def padded_positions(cu_seqlens: Tensor, padded: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """(N,) bool: which tokens of a rank's zigzag part fill sequences up. `padded`: their offsets when filled."""
     held = held_positions(padded, cp_rank, cp_size)
@@ -126,25 +93,26 @@ def padded_positions(cu_seqlens: Tensor, padded: Tensor, cp_rank: int, cp_size: 
     return held - padded[:-1].long()[sequence] >= cu_seqlens.long().diff()[sequence]
 
 
-def with_padding(segments: Segments, padding: int, stride: int) -> Segments:
+def with_padding(table: SegmentTable, padding: int, stride: int) -> SegmentTable:
     """`padding` tokens at the end of every rank's part, a sequence of their own; `stride`: this rank's tokens before,
     as many as on every other rank of the group."""
     if padding == 0:
-        return segments
+        return table
     lengths = np.array([padding])
-    rows = segments.key_rows
+    rows = table.key_rows
     if rows is not None:
         rows = rows + padding * (rows // stride)
         rows = np.concatenate([rows, stride + np.arange(padding)])
-    return Segments(
-        query_lengths=np.concatenate([segments.query_lengths, lengths]),
-        key_lengths=np.concatenate([segments.key_lengths, lengths]),
+    return SegmentTable(
+        query_starts=np.append(table.query_starts, stride),
+        query_lengths=np.concatenate([table.query_lengths, lengths]),
+        key_lengths=np.concatenate([table.key_lengths, lengths]),
         key_rows=rows,
     )
 
 
 def plan_attention(
-    segments: Segments,
+    table: SegmentTable,
     position_ids: Tensor,
     *,
     device: torch.device,
@@ -152,9 +120,9 @@ def plan_attention(
     group: dist.ProcessGroup | None = None,
 ) -> AttentionPlan:
     """`varlen`: for the kernels of GPUs. `group`: the context parallel group that holds the keys."""
-    query_lengths, key_lengths = segments.query_lengths, segments.key_lengths
+    query_lengths, key_lengths = table.query_lengths, table.key_lengths
     if varlen:
-        rows = segments.key_rows
+        rows = table.key_rows
         places = None if rows is None else places_of(rows)
         return AttentionPlan(
             position_ids=position_ids.to(device),
@@ -163,17 +131,16 @@ def plan_attention(
             key_places=None if places is None else torch.from_numpy(places).to(device),
             group=group,
         )
-    query_starts = np.cumsum(query_lengths) - query_lengths
-    key_starts = np.cumsum(key_lengths) - key_lengths
+    key_starts = table.key_starts()
     blocks = []
     places = np.empty(int(query_lengths.sum()), np.int64)
     before = 0
     for members in like_lengths(query_lengths, key_lengths):
         wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
-        query_rows = runs(query_starts[members], query_lengths[members], wide)
+        query_rows = runs(table.query_starts[members], query_lengths[members], wide)
         key_rows = runs(key_starts[members], key_lengths[members], deep)
-        if segments.key_rows is not None:
-            key_rows = segments.key_rows[key_rows]
+        if table.key_rows is not None:
+            key_rows = table.key_rows[key_rows]
         behind = key_lengths[members] - query_lengths[members]
         # A padded query sees what the last one sees: a row without any key would be NaN, in the backward too.
         last_key = np.minimum(behind[:, None] + np.arange(wide), key_lengths[members][:, None] - 1)

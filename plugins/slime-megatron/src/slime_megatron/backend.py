@@ -34,7 +34,8 @@ from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
 from slime_megatron.clipping import clip, is_finite_step
-from slime_megatron.copies import copied, replaced
+from slime_megatron.copies import copied, put, replaced
+from slime_megatron.expert_counts import biases_of
 from slime_megatron.optimizer import set_step
 from slime_megatron.plugin import MegatronOptions
 from slime_megatron.prediction import bring_embedding, drop_embedding
@@ -154,6 +155,7 @@ class MegatronBackend(TrainBackend):
         trainer.optimizer.zero_grad()
         if trainer.num_ahead:
             bring_embedding(trainer.bare)
+        biases = biases_of(trainer.tensors)
         found = self._run(works, finish, forward_only=False)
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
@@ -170,6 +172,8 @@ class MegatronBackend(TrainBackend):
             clip(trainer.optimizer, grad_norm)
             trainer.optimizer.step_with_ready_grads()
             trainer.steps_done += 1
+        else:
+            put(biases, trainer.tensors)
         trainer.optimizer.zero_grad()
         return StepReport(
             sums={name: float(value) for name, value in sums.items()} if trainer.layout.reports else {},
@@ -212,8 +216,7 @@ class MegatronBackend(TrainBackend):
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
-        write_folder(trainer.table, trainer.folder, folder, first=trainer.ranks.is_first, head=trainer.setup.head)
-        dist.barrier()
+        write_folder(trainer.table, trainer.folder, folder, head=trainer.setup.head)
 
     def save(self, folder: Path) -> None:
         self._write(folder, checkpoint.PlainSave())(None)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
@@ -174,19 +175,33 @@ def wrap(
     half = placement.dtype != torch.float32
     return [
         DistributedDataParallel(
-            config, data_parallel, Float16Module(config, chunk) if half else chunk, disable_bucketing=number > 0
+            config, data_parallel, in_half_precision(config, chunk) if half else chunk, disable_bucketing=number > 0
         )
         for number, chunk in enumerate(chunks)
     ]
 
 
-def check_copy_shapes(name: str, ours: Architecture, theirs: Architecture) -> None:
-    """Copies are swapped in place."""
+def in_half_precision(config: TransformerConfig, chunk: nn.Module) -> nn.Module:
+    """But for what routers keep in float32, their biases and counts of tokens. Megatron rounds it with all the rest, and makes
+    biases float32 again where they are used: with its own loading, which comes behind."""
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    kept = [dict(router.named_buffers(recurse=False)) for router in routers]
+    half: nn.Module = Float16Module(config, chunk)
+    for router, buffers in zip(routers, kept, strict=True):
+        for name, buffer in buffers.items():
+            setattr(router, name, buffer)
+    return half
+
+
+def check_copy(name: str, ours: Architecture, theirs: Architecture) -> None:
+    """Copies are swapped in place: what is no weight has to be the trained model's own."""
     same = {key: value for key, value in ours.options.items() if not callable(value)}
     other = {key: value for key, value in theirs.options.items() if not callable(value)}
     different = sorted(key for key in same.keys() | other.keys() if same.get(key) != other.get(key))
-    if ours.vocab_size != theirs.vocab_size:
-        different.append("vocab_size")
+    beside = ("vocab_size", "tied", "mla", "sandwich_norms", "choosers", "interleaved_indexer")
+    different += [field for field in beside if getattr(ours, field) != getattr(theirs, field)]
+    if ours.rotary.factor != theirs.rotary.factor or not torch.equal(ours.rotary.inv_freq, theirs.rotary.inv_freq):
+        different.append("rope_parameters")
     if different:
         raise ModelError(
             f'weights "{name}": another architecture than the trained one ({", ".join(different)}). Backend megatron swaps '

@@ -1,10 +1,11 @@
-"""Routers whose bias follows how many tokens each expert got: Megatron-core 0.16.1 gives the count a mask of padding (N,)
-where it wants one that fits the map of (N, experts)."""
+"""Routers whose bias follows how many tokens each expert got. Megatron-core 0.16.1 gives the count a mask of padding (N,) where
+it wants one that fits the map of (N, experts), and moves biases when gradients are reduced, before anybody has looked whether
+they are finite."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -18,3 +19,8 @@ def count_without_padding(model: nn.Module) -> None:
 
 def with_column(count: Callable[..., None], routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
     count(routing_map, padding_mask=None if padding_mask is None else padding_mask[:, None])
+
+
+def biases_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of them, by their names in the whole model."""
+    return {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("expert_bias")}

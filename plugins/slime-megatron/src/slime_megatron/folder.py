@@ -39,9 +39,19 @@ class ModelFolder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return shapes_in(self.path)
 
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What each tensor is stored in: in half precision the biases of routers are float32 beside the others."""
+        found: dict[str, torch.dtype] = {}
+        for file in sorted(set(self.files.values())):
+            with safe_open(file, framework="pt") as opened:
+                # Mapped, not read.
+                found |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
+        return found
+
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights on disk are stored in."""
+        """What its config says of most of them."""
         said = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
         found = getattr(torch, str(said).removeprefix("torch."), None)
         return found if isinstance(found, torch.dtype) else torch.float32

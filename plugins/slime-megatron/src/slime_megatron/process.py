@@ -55,7 +55,7 @@ def join(setup: TrainerSetup, shape: Shape) -> Ranks:
             expert_model_parallel_size=shape.ep,
             expert_tensor_parallel_size=shape.etp,
         )
-    elif laid_out() != (shape.tp, shape.pp, shape.cp, shape.ep, shape.etp):
+    elif laid_out() != (shape.tp, shape.pp, shape.vpp, shape.cp, shape.ep, shape.etp):
         raise ConfigError(
             f"role {setup.role}: Megatron lays out one process one way, and another role of this process has another "
             "layout. Give both roles the same parallel sizes, or ranks of their own."
@@ -63,10 +63,11 @@ def join(setup: TrainerSetup, shape: Shape) -> Ranks:
     return Ranks(shape=shape, made_group=made, made_layout=fresh)
 
 
-def laid_out() -> tuple[int, int, int, int, int]:
+def laid_out() -> tuple[int, int, int, int, int, int]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),

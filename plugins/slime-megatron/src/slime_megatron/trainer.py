@@ -23,7 +23,7 @@ from torch import Tensor
 from slime_core.contracts.backend import Layout, TrainerSetup
 from slime_core.errors import ConfigError, ModelError
 from slime_megatron.bridges.bridge import Architecture
-from slime_megatron.chunks import Placement, build_chunks, check_copy_shapes, make_config, wrap
+from slime_megatron.chunks import Placement, build_chunks, check_copy, make_config, wrap
 from slime_megatron.copies import Values, copied
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
@@ -75,7 +75,7 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     for name, copy in copies.items():
         if setup.head != "lm":
             raise ModelError(f'weights "{name}": a critic has no frozen copies.')
-        check_copy_shapes(name, architecture, copy.bridge.architecture())
+        check_copy(name, architecture, copy.bridge.architecture())
     placement = placement_of(options, setup)
     ranks = join(setup, shape)
     layout = Megatron.layout(options, setup.rank, setup.world_size)

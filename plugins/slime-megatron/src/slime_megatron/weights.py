@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-import huggingface_hub
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from slime_core.model_folder import copy_generation_and_code
 from slime_core.training.joint_gather import gather_jointly
+from slime_core.training.saved_model import write_model
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.experts import STACKED, expert_name
 from slime_megatron.folder import ModelFolder
@@ -205,18 +205,28 @@ class WeightTable:
         """A layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
         `dtype` None: as they are."""
         for _, of_layer in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
-            found: list[tuple[tuple[str, int], dict[str, Tensor]]] = []
-            for entries in self._batches(of_layer):
-                for (entry, number), whole in self._wholes(entries, dtype).items():
-                    if not keep:
-                        continue
-                    weight = self._weight(entry, number)
-                    parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
-                    place = (LOCAL_EXPERT.sub(".", entry.name), number or 0)
-                    found.append((place, dict(zip(weight.names, parts, strict=True))))
+            found = [piece for entries in self._batches(of_layer) for piece in self._pieces(entries, dtype, keep=keep)]
             # Experts by their numbers, however many ranks share them.
             layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
             yield layer if keep else None
+
+    @torch.no_grad()
+    def as_gathered(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """As `export`, on all ranks, one after the other: no more is held than one collective has gathered, where a layer may
+        have 20 GB of experts. Their order is that of the layout."""
+        for entries in self._batches(self.entries):
+            for _, parts in self._pieces(entries, dtype, keep=True):
+                yield from parts.items()
+
+    def _pieces(
+        self, entries: Sequence[Entry], dtype: torch.dtype | None, *, keep: bool
+    ) -> Iterator[tuple[tuple[str, int], dict[str, Tensor]]]:
+        """Tensors under the folder's names, each with its place in a layer; none where they are not kept."""
+        for (entry, number), whole in self._wholes(entries, dtype).items():
+            if keep:
+                weight = self._weight(entry, number)
+                parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
+                yield (LOCAL_EXPERT.sub(".", entry.name), number or 0), dict(zip(weight.names, parts, strict=True))
 
     def _batches(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         """What is gathered together: of one layer of many experts not all."""
@@ -305,26 +315,27 @@ def order_of(entry: Entry) -> tuple[int, int, str, int]:
     return (0 if entry.name.startswith("embedding") else 2), 0, entry.name, 0
 
 
-def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, first: bool, head: str) -> None:
-    """What transformers loads, in the source's dtype. All ranks call; the first one writes. Tensors of the source that
+def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head: str) -> None:
+    """What transformers loads, each tensor in the dtype of the source's. All ranks call. Tensors of the source that
     nothing is made of go along unchanged."""
-    weights: dict[str, Tensor] = {}
-    for layer in table.export(None, keep=first):
-        weights |= {
-            name: tensor.detach().to(source.dtype).cpu().contiguous().clone() for name, tensor in (layer or {}).items()
-        }
-    if not first:
-        return
-    for name in sorted(set(source.files) - set(weights)):
+
+    def describe() -> None:
+        copy_generation_and_code(source.path, target)
+        raw = dict(source.raw)
+        if head == "value":
+            named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
+            raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+    write_model(saved_weights(table, source, head), target, describe=describe, group=dist.group.WORLD)
+
+
+def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterator[tuple[str, Tensor]]:
+    """The same on all ranks, one after the other."""
+    known = set()
+    for name, tensor in table.as_gathered(None):
+        known.add(name)
+        yield name, tensor.to(source.dtypes.get(name, source.dtype))
+    for name in sorted(source.files.keys() - known):
         if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
-            weights[name] = source.read([name])[0]
-    target.mkdir(parents=True, exist_ok=True)
-    huggingface_hub.save_torch_state_dict(weights, target)
-    raw = dict(source.raw)
-    if head == "value":
-        named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
-        raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    generation = source.path / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, target / generation.name)
+            yield name, source.read([name])[0]

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from slime_core.batch.zigzag import split_micro_batch
 from slime_core.training.head import EntropyMode
+from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import (
     AttentionPlan,
     padded_positions,
     plan_attention,
-    whole_sequences,
     with_padding,
-    zigzag_part,
 )
 from slime_megatron.delta_net import DeltaPlan, plan_delta
 from slime_megatron.prediction import Ahead, ahead_of
@@ -69,16 +68,16 @@ def prepared(
     whole = micro
     if layout.cp_size > 1:
         micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
-        segments = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
+        table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
     else:
-        segments = whole_sequences(micro.cu_seqlens)
+        table = whole_sequences(micro.cu_seqlens)
     held = micro.num_tokens
     padding = -held % trainer.ranks.shape.tp if trainer.ranks.shape.sequence_parallel else 0
     chosen = trainer.config.dsa_indexer_topk
     # The variable-length kernel knows no choice of keys.
-    dense = chosen is None or int(segments.key_lengths.max()) <= chosen
+    dense = chosen is None or int(table.key_lengths.max()) <= chosen
     plan = plan_attention(
-        with_padding(segments, padding, held),
+        with_padding(table, padding, held),
         nn.functional.pad(micro.position_ids, (0, padding)),
         device=device,
         varlen=device.type == "cuda" and trainer.placement.dtype != torch.float32 and dense,

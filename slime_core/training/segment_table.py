@@ -9,7 +9,6 @@ Legend: S segments, N tokens of the stream, M keys that its attention may read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,8 @@ class SegmentTable:
     @property
     def square(self) -> npt.NDArray[np.bool_]:
         """(S,) as many keys as queries: a plain causal mask does."""
-        return self.key_lengths == self.query_lengths
+        same: npt.NDArray[np.bool_] = self.key_lengths == self.query_lengths
+        return same
 
     def key_starts(self) -> Int64:
         """(S,) where each segment's keys begin in `key_rows`."""
@@ -72,10 +72,3 @@ def zigzag_part(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> SegmentTable:
         key_lengths=key_lengths,
         key_rows=gathered[ragged_positions(np.repeat(offsets[:-1], 2), key_lengths)],
     )
-
-
-def runs(starts: Int64, lengths: Int64, padded: Int64) -> npt.NDArray[Any]:
-    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded[i]` of them."""
-    before = np.cumsum(padded) - padded
-    offset = np.arange(int(padded.sum())) - np.repeat(before, padded)
-    return np.repeat(starts, padded) + np.minimum(offset, np.repeat(lengths - 1, padded))
