@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import typer
 
-USAGE = """usage: slime plan run.toml [--json] [--device-memory 80GiB] [--flag value ...]
+USAGE: Final = """usage: slime plan run.toml [--json] [--device-memory 80GiB] [--flag value ...]
 
 What the run would do, with nothing started and without GPUs: processes and devices, a step, bytes on each device by component
 and phase, whether it fits, and which flags would lower the peak. All flags of `slime run` are understood.
@@ -22,6 +24,14 @@ def plan(context: typer.Context) -> None:
     if not words or "--help" in words:
         typer.echo(USAGE)
         return
-    from slime_core.cli.planning import plan_words
+    from slime_core.cli.invocation import bind_invocation, take_apart
 
-    plan_words(words)
+    typed = take_apart(words, switches=("json", "debug"), options=("device-memory",), command="plan")
+    run = bind_invocation(typed)
+    # What counts brings torch: a mistake in the run file is told before.
+    from slime_core.cli.planning import tell
+
+    said = typed.own.get("device-memory")
+    fits = tell(run, None if said is None else str(said), as_json=bool(typed.own.get("json")))
+    if not fits:
+        raise typer.Exit(1)

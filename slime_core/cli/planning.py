@@ -1,4 +1,4 @@
-"""What `slime plan` does: bind, count, compare, print."""
+"""What `slime plan` prints: tables for a person, or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at
 from slime_core.plan.device_memory import target_of
@@ -35,24 +34,20 @@ NOT_COUNTED: Final = (
 )
 
 
-def plan_words(words: Sequence[str]) -> None:
-    """`slime plan` with these words. Exit code 1 if something is known not to fit."""
-    typed = take_apart(words, switches=("json", "debug"), options=("device-memory",), command="plan")
-    run = bind_invocation(typed)
-    said = typed.own.get("device-memory")
-    plan = plan_of(run, target_of(run.config.launcher.device, None if said is None else str(said)))
+def tell(run: BoundRun, device_memory: str | None, *, as_json: bool) -> bool:
+    """Counts and prints. False if something is known not to fit."""
+    plan = plan_of(run, target_of(run.config.launcher.device, device_memory))
     found = savings(run, plan)
-    if typed.own.get("json"):
-        typer.echo(json.dumps(as_json(run, plan, found), indent=1))
+    if as_json:
+        typer.echo(json.dumps(plan_json(run, plan, found), indent=1))
     else:
         narrow = Console(highlight=False)
         console = Console(highlight=False, width=max(narrow.width, NARROWEST))
         Report(run, plan, found, Unit.of(plan), console).print()
-    if any(plan.fits(group) is False for group in plan.groups):
-        raise typer.Exit(1)
+    return not any(plan.fits(group) is False for group in plan.groups)
 
 
-def as_json(run: BoundRun, plan: Plan, found: Sequence[Saving]) -> dict[str, Any]:
+def plan_json(run: BoundRun, plan: Plan, found: Sequence[Saving]) -> dict[str, Any]:
     return {
         "run": run.config.name,
         "target": asdict(plan.target),
@@ -136,7 +131,7 @@ class Report:
     def print(self) -> None:
         target, say = self.plan.target, self.console.print
         noun, each = ("GPUs", "each") if target.device == "cuda" else ("CPUs", "a machine")
-        has = "unknown memory" if target.device_bytes is None else f"{target.device_bytes / 2**30:.1f} GiB {each}"
+        has = "unknown memory" if target.device_bytes is None else f"{self.unit.said(target.device_bytes)} {each}"
         say(f"[bold]{escape(self.run.config.name)}[/], planned for {noun} with {has} ({escape(target.found)})\n")
         say(self.processes())
         say()
