@@ -25,6 +25,8 @@ SMALL_PLAN: Final = 4 * 2**30
 NARROWEST: Final = 110
 """Columns that tables take, also where the terminal is narrower or there is none: cut numbers tell nothing."""
 MOST_SAVINGS: Final = 8
+TIGHT: Final = 0.9
+"""Share of a device; estimates were up to a tenth below what was measured."""
 OF_TRAINER: Final = tuple(moment for moment in Moment if moment in AWAKE)
 OF_ENGINE: Final = (Moment.ROLLOUT, Moment.SYNC, Moment.ASLEEP)
 ESTIMATE: Final = "~ is an estimate. Weights, gradients, moments and copies are counted parameter by parameter."
@@ -143,7 +145,8 @@ class Report:
                 say("not told by its backend" if role.memory is None else self.lines(role.lines, OF_TRAINER))
             if group.engines is not None:
                 self.print_engines(group.engines)
-        say(f"\n[bold]Phases[/], {self.unit.name} on each device")
+        where = "on each device" if target.device == "cuda" else "of each process"
+        say(f"\n[bold]Phases[/], {self.unit.name} {where}")
         say(self.phases())
         for group in self.plan.groups:
             say(f"\n{self.verdict(group)}")
@@ -261,6 +264,9 @@ class Report:
         if on_gpu and group.host_bytes:
             text += f" On the host {self.unit.said(group.host_bytes * group.devices_per_machine)} a machine."
         match self.plan.fits(group):
+            case True if total > TIGHT * has:
+                rest = f"{self.unit.said(has - total)} are left for what is not counted"
+                return f"{text} [yellow]Fits, tightly[/]: {100 * total / has:.0f} % of {self.unit.said(has)}; {rest}."
             case True:
                 return f"{text} [green]Fits[/]: {100 * total / has:.0f} % of {self.unit.said(has)}."
             case False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from slime_core.config.bound import BoundRun, Part
 from slime_core.config.roles import BoundRole
@@ -24,6 +24,9 @@ from slime_core.footprint import num_parameters
 from slime_core.model_folder import read_model_config
 from slime_core.plan.step import MicroBatches, Step, micro_batches_of
 from slime_core.roles import sharing_devices
+
+POLICY: Final = "policy"
+"""The engines that are not a row of the engines table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,9 @@ def planned_roles(run: BoundRun, target: Target, step: Step) -> list[list[Planne
 
 
 def planned_role(run: BoundRun, role: BoundRole, target: Target, step: Step) -> PlannedRole:
-    model_config = read_model_config(role.model_path, where=f"the {role.name}'s model")
+    # A role beside the policy names a folder of its own, if it has one.
+    named = "model.hf_checkpoint" if role.name == run.roles[0].name else f"roles.{role.name}.load"
+    model_config = read_model_config(role.model_path, where=named)
     micro = micro_batches_of(run, role, step, model_config)
     setup = TrainerSetup(
         role=role.name,
@@ -119,7 +124,7 @@ def policy_engines(run: BoundRun, target: Target) -> PlannedEngines | None:
     return planned_engines(
         run,
         target,
-        "policy",
+        POLICY,
         run.engine,
         Path(run.config.model.hf_checkpoint),
         num_engines=launcher.num_engines,
@@ -157,7 +162,8 @@ def planned_engines(
     **own: Any,
 ) -> PlannedEngines:
     config = run.config
-    told: Mapping[str, Any] = read_model_config(model_path)
+    named = "model.hf_checkpoint" if name == POLICY else f"engines.{name}.load"
+    told: Mapping[str, Any] = read_model_config(model_path, where=named)
     limit = told.get("text_config", told).get("max_position_embeddings") or NO_LIMIT
     longest = min(limit, config.rollout.rollout_max_context_len or limit)
     setup = EngineSetup(

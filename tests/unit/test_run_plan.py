@@ -8,7 +8,7 @@ from rich.console import Console
 from slime_core.cli.planning import Report, Unit
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at, peak_of
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, ModelError
 from slime_core.footprint import kv_bytes_per_token, num_parameters
 from slime_core.plan.device_memory import parse_size, target_of
 from slime_core.plan.plan import needed, plan_of, savings
@@ -226,6 +226,22 @@ def test_the_verdict(device_bytes, fits, telling):
     plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
     actor, _ = plan.groups
     assert plan.fits(actor) is fits
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "says"), [(78, "Fits, tightly: 99 % of"), (100, "Fits: 77 % of"), (70, "Does not fit: ")]
+)
+def test_the_verdict_in_words(device_bytes, says, telling):
+    plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
+    run, out = telling("--launcher", "ray"), StringIO()
+    Report(run, plan, [], Unit.of(plan), Console(file=out, width=300)).print()
+    assert says in next(line for line in out.getvalue().splitlines() if line.startswith("actor: "))
+
+
+def test_a_folder_that_is_not_there_is_named_by_its_key(telling):
+    run = telling("--launcher", "ray", "--algo", "ppo", "--critic-load", "nowhere")
+    with pytest.raises(ModelError, match=r"roles\.critic\.load = .*nowhere: no such folder"):
+        plan_of(run, GPU)
 
 
 def test_on_a_cpu_processes_of_a_machine_are_added_up(telling):
