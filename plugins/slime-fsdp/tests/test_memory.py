@@ -89,7 +89,8 @@ def shapes(tmp_path_factory):
 def test_peaks_are_those_that_were_measured(case, shapes):
     shape, tokens, micros, options, measured = case
     _, peak = peak_of(told(load_of(shapes[shape], tokens=tokens, micros=micros), **options).lines)
-    assert peak / GIB == pytest.approx(measured, rel=0.1)
+    # The older ones, of 0.6B, repeated keys for attention.
+    assert peak / GIB == pytest.approx(measured, rel=0.02 if shape == "4B" else 0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,6 +100,13 @@ def test_states_are_counted_from_the_published_number_of_parameters(shape, shape
     for component in ("weights", "gradients", "first moment", "second moment"):
         assert of(plain, component) == 4 * count
         assert of(rounded, component) == 2 * count
+
+
+def test_the_base_of_adapters_stays_in_the_files_own_bfloat16(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["0.6B"] | {"dtype": "bfloat16"}))
+    memory = told(load_of(tmp_path), lora_rank=4)
+    # Adapters are float32, and all that has a gradient.
+    assert of(memory, "weights") == 2 * PARAMETERS["0.6B"] + of(memory, "gradients")
 
 
 class Counted:
