@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import config, convert, doctor, evaluate, models, new, plugins, run
+from slime_core.cli import config, convert, doctor, evaluate, models, new, plan, plugins, run
 from slime_core.errors import SlimeError
 
 app = typer.Typer(
@@ -20,6 +20,9 @@ app = typer.Typer(
 )
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("run", context_settings=PASS_ON, help="Train: slime run run.toml [--flag value ...]")(run.run)
+app.command(
+    "plan", context_settings=PASS_ON, help="What a run would do and whether it fits, before anything is started."
+)(plan.plan)
 app.command("eval", context_settings=PASS_ON, help="Evaluate a model on the run file's evaluation sets.")(
     evaluate.evaluate
 )

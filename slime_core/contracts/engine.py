@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from slime_core.contracts.memory import EngineLoad, EngineMemory
     from slime_core.contracts.transport import EngineEndpoint
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.schedule import EngineEvent
@@ -255,3 +256,9 @@ class EngineDriver(Driver[RolloutEngine]):
     def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
         """Options that cannot work with what its engines are started with."""
         return []
+
+    @classmethod
+    def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:
+        """What it will hold on each of its devices, for `slime plan`; None: it does not tell. Nothing is started, and no GPU or
+        weight need be there."""
+        return None

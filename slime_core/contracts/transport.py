@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.engine import EngineLayout
+    from slime_core.contracts.memory import TransportMemory
     from slime_core.types.report import ComparedWith, PublishReport
 
 
@@ -133,6 +134,11 @@ class TransportDriver(Driver[WeightTransport]):
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
         """What does not fit between its options and what the engines are started with."""
         return []
+
+    @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
+        """What a push of so many bytes of weights takes, for `slime plan`; None: it does not tell."""
+        return None
 
     @classmethod
     def build_sender(cls, config: Any) -> WeightSender | None:

@@ -27,6 +27,7 @@ LEVELS = [
         "new_vision_model",
         "onednn",
         "event_log",
+        "footprint",
         "run_folder",
         "schedule",
         "serving",

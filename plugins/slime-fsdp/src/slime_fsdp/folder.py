@@ -138,8 +138,8 @@ def fresh_value_head(linear: torch.nn.Linear, seed: int) -> None:
             linear.bias.zero_()
 
 
-def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False) -> ModelFolder:
-    """Raises ModelError for what transformers could not load, before any weight is read."""
+def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False, weights: bool = True) -> ModelFolder:
+    """Raises ModelError for what transformers could not load, before any weight is read. `weights`: they must be there."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such folder. Give a Hugging Face model folder (config.json, *.safetensors).")
     config_file = path / "config.json"
@@ -171,7 +171,8 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
         raise ModelError(
             f'{config_file}: transformers has no token classifier for "{config.model_type}", so no value head.'
         )
-    check_weights(path)
+    if weights:
+        check_weights(path)
     if head == "value":
         config.num_labels = 1
     return ModelFolder(path=path, head=head, config=config, trust_remote_code=trust_remote_code)

@@ -12,6 +12,7 @@ from pydantic import Field
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
+from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
@@ -142,6 +143,23 @@ class Fsdp(BackendDriver):
             cp_size=cp_size,
             reports=True,
         )
+
+    @classmethod
+    def memory(cls, config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
+        from slime_fsdp.memory import memory_of
+
+        return memory_of(config, load)
+
+    @classmethod
+    def memory_savers(cls, config: FsdpConfig, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
+        anywhere: list[Mapping[str, Any]] = [{"gradient_checkpointing": True}, {"log_probs_chunk_size": 256}]
+        if load.setup.device == "cpu":
+            return anywhere
+        moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+        of_states = (
+            [] if load.setup.optimizer.optimizer == "sgd" else [moments, {"main_params_dtype": "bf16", **moments}]
+        )
+        return [*anywhere, *of_states, {"compile": True}, {"fsdp_cpu_offload": True}]
 
     @classmethod
     def true_on_policy_problems(cls, config: FsdpConfig) -> list[str]:

@@ -11,6 +11,7 @@ from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.transport import TransportDriver
 
 if TYPE_CHECKING:
+    from slime_core.contracts.memory import EngineLoad, EngineMemory, TransportMemory
     from slime_local.direct import DirectTransport
     from slime_local.engine import LocalEngine
 
@@ -57,6 +58,12 @@ class Local(EngineDriver):
     )
 
     @classmethod
+    def memory(cls, config: Any, load: EngineLoad) -> EngineMemory:
+        from slime_local.memory import engine_memory
+
+        return engine_memory(config, load)
+
+    @classmethod
     def build(cls, config: Any) -> LocalEngine:
         from slime_local.engine import LocalEngine
 
@@ -75,6 +82,12 @@ class Direct(TransportDriver):
 
     Config = DirectConfig
     serves: ClassVar[tuple[str, ...]] = ("local", "sglang")
+
+    @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
+        from slime_local.memory import bucket_memory
+
+        return bucket_memory(config, num_bytes)
 
     @classmethod
     def build(cls, config: Any) -> DirectTransport:

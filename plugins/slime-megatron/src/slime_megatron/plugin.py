@@ -14,6 +14,7 @@ from pydantic import Field, create_model, field_validator
 from slime_core.contracts.backend import BackendDriver, Layout, RoutingReplay, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
+from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
 from slime_core.errors import near_matches
 from slime_megatron.layout import Shape, experts_of, ranks_of, shape_problems
@@ -171,6 +172,26 @@ class Megatron(BackendDriver):
         return [
             BackendExample(options={"tensor_model_parallel_size": 2, "sequence_parallel": True}, world_size=2),
         ]
+
+    @classmethod
+    def memory(cls, config: MegatronOptions, load: TrainerLoad) -> TrainerMemory:
+        from slime_megatron.memory import memory_of
+
+        return memory_of(config, load)
+
+    @classmethod
+    def memory_savers(cls, config: MegatronOptions, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
+        savers: list[Mapping[str, Any]] = [
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            {"tensor_model_parallel_size": 2 * config.tensor_model_parallel_size, "sequence_parallel": True},
+            {"log_probs_chunk_size": 256},
+        ]
+        if load.setup.device == "cuda" and load.setup.optimizer.optimizer == "adam" and not config.fp16:
+            moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+            savers += [moments, {"main_params_dtype": "bf16", **moments}]
+            if config.use_distributed_optimizer is not False:
+                savers.append({"optimizer_cpu_offload": True})
+        return savers
 
     @classmethod
     def least_ranks(cls, config: MegatronOptions) -> int:

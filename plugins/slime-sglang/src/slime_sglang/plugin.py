@@ -19,6 +19,7 @@ from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_sglang.server_args import OWNED, ServerOption, installed_options
 
 if TYPE_CHECKING:
+    from slime_core.contracts.memory import EngineLoad, EngineMemory
     from slime_sglang.engine import SglangEngine
 
 HOW_TO_INSTALL: Final = (
@@ -297,6 +298,12 @@ class Sglang(EngineDriver):
         else:
             problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
         return [problem for problem in problems if problem is not None]
+
+    @classmethod
+    def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:
+        from slime_sglang.memory import engine_memory
+
+        return engine_memory(config, load)
 
     @classmethod
     def build(cls, config: Any) -> SglangEngine:

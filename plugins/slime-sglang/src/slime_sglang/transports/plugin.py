@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.memory import MemoryLine, Moment, TransportMemory
 from slime_core.contracts.transport import TransportDriver
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ class SentConfig(DriverConfig):
     `weights_compared` in events.jsonl says."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for any one call: a bucket, a file, a group."""
+
+
+def two_buckets(size: int) -> TransportMemory:
+    """On either side."""
+    line = MemoryLine(component="two buckets", num_bytes=size, moments=frozenset({Moment.SYNC}))
+    return TransportMemory(trainer=(line,), engine=(line,))
 
 
 def unnamed(engine: Any, layout: EngineLayout) -> str | None:
@@ -108,6 +115,10 @@ class Ipc(SentDriver):
     by_rank: ClassVar[bool] = True
 
     @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
+        return two_buckets(min(2 * config.update_weight_buffer_size, num_bytes))
+
+    @classmethod
     def build_sender(cls, config: Any) -> IpcSender:
         from slime_sglang.transports.ipc import IpcSender
 
@@ -123,6 +134,10 @@ class Distributed(SentDriver):
 
     Config = DistributedConfig
     by_rank: ClassVar[bool] = True
+
+    @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
+        return two_buckets(min(2 * config.update_weight_buffer_size, num_bytes))
 
     @classmethod
     def build_sender(cls, config: Any) -> DistributedSender:

@@ -1,0 +1,230 @@
+"""What a rank holds, counted on the meta device: parameters and states to the byte, activations as an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
+from slime_core.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
+from slime_core.training.rounded_adamw import STORED
+from slime_fsdp.adapters import is_trained_with_adapters
+from slime_fsdp.folder import ModelFolder, open_folder
+from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
+from slime_fsdp.plugin import FsdpConfig
+
+STEPPING = frozenset({Moment.REDUCE, Moment.STEP})
+BACKWARD = frozenset({Moment.LOSS, Moment.BACKWARD})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A parameter."""
+
+    whole: int
+    shard: int
+    """Elements of it on the rank that has most."""
+    dtype: torch.dtype
+    trained: bool
+    in_layer: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shard * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a role's ranks hold a model."""
+
+    world_size: int
+    compute: torch.dtype
+    sharded: bool
+    """By FSDP, also on one rank: whatever is computed in another dtype than it is kept in is gathered first."""
+    offloaded: bool
+
+    @classmethod
+    def of(cls, config: FsdpConfig, load: TrainerLoad) -> Sharding:
+        on_gpu = load.setup.device == "cuda"
+        precision = config.precision
+        if precision == "auto":
+            precision = "bfloat16" if on_gpu else "float32"
+        compute = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        offloaded = config.fsdp_cpu_offload and on_gpu
+        return cls(
+            world_size=load.setup.world_size,
+            compute=compute,
+            sharded=load.setup.world_size > 1 or offloaded or compute != torch.float32,
+            offloaded=offloaded,
+        )
+
+    @property
+    def place(self) -> Any:
+        return "host" if self.offloaded else "device"
+
+
+def memory_of(config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
+    """See `BackendDriver.memory`."""
+    setup, sharding = load.setup, Sharding.of(config, load)
+    folder = open_folder(setup.model_path, head=setup.head, trust_remote_code=setup.trust_remote_code, weights=False)
+    model = folder.empty_model("sdpa")
+    if config.trains_adapters:
+        with_adapters(model, folder, config, setup.seed)
+    held = list(parameters_of(model, folder, config, sharding))
+    lines = (
+        *states(config, load, sharding, held),
+        *copies(config, load, sharding, model),
+        *gathered(config, load, sharding, held, len(decoder_layers(model))),
+        *activations(config, load, sharding, model),
+    )
+    return TrainerMemory(lines=lines, untold=untold_activations(folder.config.to_dict()))
+
+
+def parameters_of(
+    model: PreTrainedModel, folder: ModelFolder, config: FsdpConfig, sharding: Sharding
+) -> Iterator[Held]:
+    """Tied ones once, as they are stored while they are trained."""
+    in_layers = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
+    main = STORED[config.main_params_dtype]
+    placement = Placement(device=torch.device("meta"), mesh=None, compute_dtype=sharding.compute, cpu_offload=False)
+    frozen = frozen_dtype(folder, placement, main, trained=True, adapters=config.trains_adapters)
+    for name, parameter in model.named_parameters():
+        trained = is_trained_with_adapters(name) if config.trains_adapters else is_trained(name, config)
+        yield Held(
+            whole=parameter.numel(),
+            shard=shard_of(parameter, sharding.world_size),
+            dtype=main if trained else frozen,
+            trained=trained,
+            in_layer=id(parameter) in in_layers,
+        )
+
+
+def shard_of(parameter: nn.Parameter, world_size: int) -> int:
+    """FSDP cuts the first dimension."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return -(-rows // world_size) * (parameter.numel() // max(rows, 1))
+
+
+def states(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, held: Sequence[Held]) -> Iterator[MemoryLine]:
+    """Weights, gradients and moments: exact."""
+    place, trained = sharding.place, [one for one in held if one.trained]
+    yield MemoryLine(component="weights", num_bytes=sum(one.num_bytes for one in held), moments=AWAKE, place=place)
+    several = load.num_micro_batches > 1
+    gradients = sum(one.num_bytes for one in trained)
+    rounded = config.main_params_dtype == "bf16"
+    # Those of bfloat16 weights are added up elsewhere.
+    kept = STEPPING | (BACKWARD if several and not rounded else frozenset())
+    yield MemoryLine(component="gradients", num_bytes=gradients, moments=kept, place=place)
+    if rounded and several:
+        sums = 4 * sum(one.shard for one in trained)
+        moments = BACKWARD | {Moment.REDUCE}
+        yield MemoryLine(component="gradient sums", num_bytes=sums, moments=moments, place=place, note="float32")
+    if load.setup.optimizer.optimizer != "adam":
+        return
+    for component, name in (("first moment", config.exp_avg_dtype), ("second moment", config.exp_avg_sq_dtype)):
+        # torch's own optimiser gives moments the dtype of the weights.
+        width = STORED[name].itemsize if config.rounds_state else 4
+        size = width * sum(one.shard for one in trained)
+        yield MemoryLine(component=component, num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=place)
+
+
+def copies(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, model: PreTrainedModel) -> Iterator[MemoryLine]:
+    """Frozen ones, in what is computed in; of the folder that adapters are trained on the adapters alone."""
+    setup = load.setup
+    for name, path in setup.copies.items():
+        if config.trains_adapters and setup.head == "lm" and path.resolve() == setup.model_path.resolve():
+            adapters = (parameter for name, parameter in model.named_parameters() if is_trained_with_adapters(name))
+            size = 4 * sum(shard_of(parameter, sharding.world_size) for parameter in adapters)
+        else:
+            folder = open_folder(path, trust_remote_code=setup.trust_remote_code, weights=False)
+            parameters = folder.empty_model("sdpa").parameters()
+            size = sum(shard_of(parameter, sharding.world_size) for parameter in parameters) * sharding.compute.itemsize
+        yield MemoryLine(component=f"copy: {name}", num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=sharding.place)
+
+
+def gathered(
+    config: FsdpConfig, load: TrainerLoad, sharding: Sharding, held: Sequence[Held], num_layers: int
+) -> Iterator[MemoryLine]:
+    """What FSDP brings together to compute with, and takes apart again."""
+    if not sharding.sharded:
+        return
+    element = sharding.compute.itemsize
+    in_layers, trained = sum(one.whole for one in held if one.in_layer), [one for one in held if one.trained]
+    layer = in_layers // num_layers
+    root = sum(one.whole for one in held if not one.in_layer)
+    during = frozenset({Moment.SCORE, Moment.LOSS, Moment.BACKWARD, Moment.REDUCE})
+    yield MemoryLine(component="gathered: embedding and head", num_bytes=root * element, moments=during, estimate=True)
+    # A layer and the next one, which comes while it is computed.
+    layers = 2 * layer if config.reshard_after_forward else in_layers
+    yield MemoryLine(
+        component="gathered: layers", num_bytes=layers * element, moments=during - {Moment.REDUCE}, estimate=True
+    )
+    largest = max(root, layer)
+    yield MemoryLine(
+        component="gathered: export", num_bytes=largest * element, moments=frozenset({Moment.SYNC}), estimate=True
+    )
+    # The head's gradient waits for the embedding's, which comes last; then both are added up in float32.
+    of_root = sum(one.whole for one in trained if not one.in_layer)
+    moments = frozenset({Moment.BACKWARD, Moment.REDUCE})
+    yield MemoryLine(component="whole gradients", num_bytes=of_root * element, moments=moments, estimate=True)
+    if element < 4:
+        wide = 4 * of_root
+        if config.main_params_dtype == "bf16":
+            wide += 4 * sum(one.shard for one in trained if not one.in_layer)
+        yield MemoryLine(
+            component="reduction in float32", num_bytes=wide, moments=frozenset({Moment.REDUCE}), estimate=True
+        )
+    each = config.sync_each_micro_batch
+    if (load.setup.device == "cpu" if each is None else not each) and load.num_micro_batches > 1:
+        size = 4 * sum(one.whole for one in trained if one.in_layer)
+        yield MemoryLine(
+            component="gradients of whole layers", num_bytes=size, moments=moments | {Moment.LOSS}, estimate=True
+        )
+
+
+def activations(
+    config: FsdpConfig, load: TrainerLoad, sharding: Sharding, model: PreTrainedModel
+) -> Iterator[MemoryLine]:
+    """Estimates; none for layers whose tensors were not counted."""
+    told = model.config.to_dict()
+    if not_counted(told) is not None:
+        return
+    normed = any(".q_norm." in name for name, _ in model.named_parameters())
+    shape, element = DecoderShape.of(told, normed=normed), sharding.compute.itemsize
+    kept = kept_per_token(shape, element=element, fused=config.compile, gathered=config.context_parallel_size)
+    each_layer = kept.checkpoint if config.gradient_checkpointing else kept.whole
+    yield MemoryLine(
+        component="activations",
+        num_bytes=shape.layers * each_layer * load.tokens,
+        moments=BACKWARD,
+        estimate=True,
+        note="inputs of layers, which are computed again" if config.gradient_checkpointing else "",
+    )
+    again = kept.whole if config.gradient_checkpointing else 0
+    yield MemoryLine(
+        component="one layer at work",
+        num_bytes=(again + kept.work) * load.tokens,
+        moments=frozenset({Moment.BACKWARD}),
+        estimate=True,
+    )
+    forward = kept.forward * load.scored_tokens
+    yield MemoryLine(component="one layer at work", num_bytes=forward, moments=frozenset({Moment.SCORE}), estimate=True)
+    if load.setup.head != "lm":
+        return
+    for tokens, moment in ((load.tokens, Moment.LOSS), (load.scored_tokens, Moment.SCORE)):
+        work = head_work(
+            tokens=tokens,
+            hidden=shape.hidden,
+            vocab=shape.vocab,
+            asked_chunk=config.log_probs_chunk_size,
+            element=element,
+            fused=config.compile,
+            trained=not config.trains_adapters,
+        )
+        size = work.loss if moment is Moment.LOSS else work.forward
+        yield MemoryLine(component="head in chunks", num_bytes=size, moments=frozenset({moment}), estimate=True)

@@ -1,0 +1,325 @@
+"""`slime plan`: steps, phases and verdicts of runs whose plugins tell round numbers; who tells nothing is not guessed at."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from slime_core.cli.planning import Report, Unit
+from slime_core.config.bound import BoundRun
+from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at, peak_of
+from slime_core.errors import ConfigError, ModelError
+from slime_core.footprint import kv_bytes_per_token, num_parameters
+from slime_core.plan.device_memory import parse_size, target_of
+from slime_core.plan.plan import needed, plan_of, savings
+from slime_core.plan.step import micro_batches_of, step_of
+from slime_core.plan.tenants import Target
+
+GPU = Target(device="cuda", device_bytes=100, found="a test")
+CPU = Target(device="cpu", device_bytes=1000, found="a test")
+
+# On an own line each: weights 10, states 20 that sleep on the host, gradients 7 that are given up, activations 40 of each of
+# the load's micro-batches; an engine with weights 5 and keys and values 50; buckets of 3.
+TELLERS = """
+from slime_core.contracts.backend import BackendDriver, Layout
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.engine import Capability, EngineDriver
+from slime_core.contracts.memory import AWAKE, EngineMemory, MemoryLine, Moment, TrainerMemory, TransportMemory
+from slime_core.contracts.needs import Need
+from slime_core.contracts.transport import TransportDriver
+from slime_core.plugin import driver
+
+SYNC = frozenset({Moment.SYNC})
+
+
+def line(component, num_bytes, moments, **more):
+    return MemoryLine(component=component, num_bytes=num_bytes, moments=frozenset(moments), **more)
+
+
+class TellingConfig(DriverConfig):
+    thrift: bool = False
+    \"\"\"Half of the activations.\"\"\"
+    thrift_level: int = 0
+    \"\"\"Changes nothing.\"\"\"
+    wrong: bool = False
+    \"\"\"No run can have it.\"\"\"
+
+
+@driver("slime.backends", "telling")
+class Telling(BackendDriver):
+    Config = TellingConfig
+    provides = BackendDriver.provides | {Need.VALUES}
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built for a plan")
+
+    @classmethod
+    def layout(cls, config, rank, world_size):
+        return Layout(dp_rank=rank, dp_size=world_size)
+
+    @classmethod
+    def problems(cls, config, world_size, model_config):
+        return ["wrong"] if config.wrong else []
+
+    @classmethod
+    def memory(cls, config, load):
+        lines = [
+            line("weights", 10, AWAKE),
+            line("states", 20, AWAKE - SYNC),
+            line("gradients", 7, AWAKE - SYNC, moves=False),
+            line("activations", 20 if config.thrift or config.wrong else 40, {Moment.LOSS}),
+            line("copies", 4, AWAKE, place="host"),
+        ]
+        return TrainerMemory(lines=tuple(lines))
+
+    @classmethod
+    def memory_savers(cls, config, load):
+        return [{"thrift": True}, {"thrift_level": 3}, {"wrong": True}]
+
+
+@driver("slime.engines", "telling")
+class TellingEngine(EngineDriver):
+    transports = ("telling",)
+    may_offer = frozenset({Capability.SLEEP})
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built for a plan")
+
+    @classmethod
+    def memory(cls, config, load):
+        asleep = set() if load.setup.offload else {Moment.ASLEEP}
+        lines = [
+            line("weights", 5, {Moment.ROLLOUT, Moment.SYNC} | asleep),
+            line("keys and values", 50, {Moment.ROLLOUT} | asleep),
+        ]
+        if load.setup.offload:
+            lines.append(line("weights", 5, {Moment.ASLEEP}, place="host"))
+        return EngineMemory(lines=tuple(lines), kv_tokens=25)
+
+
+@driver("slime.transports", "telling")
+class TellingTransport(TransportDriver):
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built for a plan")
+
+    @classmethod
+    def memory(cls, config, num_bytes):
+        return TransportMemory(trainer=(line("buckets", 3, SYNC),), engine=(line("buckets", 1, SYNC),))
+"""
+TELLING = ("--backend", "telling", "--engine", "telling")
+
+
+@pytest.fixture
+def telling(bound, tmp_path):
+    """Binds a run of these plugins."""
+    (tmp_path / "tellers.py").write_text(TELLERS)
+
+    def bind(*flags: str, **more) -> BoundRun:
+        return bound("--plugin", str(tmp_path / "tellers.py"), *TELLING, *flags, **more)
+
+    return bind
+
+
+def phases(group) -> dict[str, int]:
+    return {phase.name: phase.num_bytes for phase in group.phases}
+
+
+def test_a_step_is_what_the_run_file_says(bound):
+    step = step_of(bound("--rollout-max-prompt-len", "10", "--num-steps-per-rollout", "2", "--global-batch-size", "16"))
+    assert (step.prompts, step.answers_per_prompt, step.answers, step.max_answer_tokens) == (4, 8, 32, 16)
+    assert (step.optimizer_steps, step.answers_per_optimizer_step) == (2, 16)
+    assert (step.longest_sequence, step.max_tokens) == (26, 26 * 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "longest"),
+    [
+        ((), None, None),
+        (("--rollout-max-context-len", "20"), 19, 20),
+        (("--rollout-max-context-len", "20", "--rollout-max-prompt-len", "2"), 2, 18),
+        (("--rollout-max-context-len", "20", "--rollout-max-prompt-len", "9"), 9, 20),
+    ],
+)
+def test_the_longest_sequence(flags, prompt, longest, bound):
+    step = step_of(bound(*flags))
+    assert (step.max_prompt_tokens, step.longest_sequence) == (prompt, longest)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "count"),
+    [
+        # A sequence of 26 sits alone in a micro-batch of 20; 32 of them.
+        (("--max-tokens-per-gpu", "20"), 26, 32),
+        # Six of them fit; first fit leaves every two neighbours more than that, so at most ten.
+        (("--max-tokens-per-gpu", "160"), 160, 10),
+        # All 32 fit.
+        (("--max-tokens-per-gpu", "9999"), 832, 1),
+        (("--no-use-dynamic-batch-size", "--micro-batch-size", "3"), 78, 11),
+    ],
+)
+def test_the_largest_micro_batch(flags, tokens, count, telling):
+    run = telling("--rollout-max-prompt-len", "10", *flags)
+    micro = micro_batches_of(run, run.roles[0], step_of(run), {})
+    assert (micro.tokens, micro.count, micro.known) == (tokens, count, True)
+
+
+def test_prompts_without_a_limit_leave_the_largest_micro_batch_open(telling):
+    run = telling("--max-tokens-per-gpu", "64")
+    micro = micro_batches_of(run, run.roles[0], step_of(run), {})
+    assert (micro.tokens, micro.known) == (64, False)
+
+
+def test_apart_nobody_sleeps(telling):
+    actor, engines = plan_of(telling("--launcher", "ray"), GPU).groups
+    assert phases(actor) == {
+        "actor: score": 37, "actor: loss": 77, "actor: backward": 37, "actor: reduce": 37, "actor: step": 37, "sync": 40,
+    }  # fmt: skip
+    assert phases(engines) == {"rollout": 55, "sync": 56}
+    assert (actor.host_bytes, engines.host_bytes) == (4, 0)
+
+
+def test_colocated_they_take_turns(telling):
+    (group,) = plan_of(telling("--launcher", "ray", "--colocate"), GPU).groups
+    # Weights alone in sync: 10 of the trainer, 5 of the engine, and the buckets of both.
+    assert phases(group) == {
+        "rollout": 55, "actor: score": 37, "actor: loss": 77, "actor: backward": 37, "actor: reduce": 37,
+        "actor: step": 37, "sync": 10 + 5 + 3 + 1,
+    }  # fmt: skip
+    # Asleep on the host: weights, states and copies; gradients are given up. Beside the trainer the engine's weights.
+    assert {phase.name: phase.host_bytes for phase in group.phases}["rollout"] == 10 + 20 + 4
+    assert {phase.name: phase.host_bytes for phase in group.phases}["actor: loss"] == 4 + 5
+    assert {phase.name: phase.host_bytes for phase in group.phases}["sync"] == 20 + 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "rollout", "loss", "sync"),
+    [
+        ("--no-offload-train", 55 + 37, 77, 37 + 5 + 4),
+        ("--no-offload-rollout", 55, 77 + 55, 10 + 55 + 4),
+    ],
+)
+def test_who_does_not_sleep_stays_beside_the_other(flag, rollout, loss, sync, telling):
+    (group,) = plan_of(telling("--launcher", "ray", "--colocate", flag), GPU).groups
+    found = phases(group)
+    assert (found["rollout"], found["actor: loss"], found["sync"]) == (rollout, loss, sync)
+
+
+def test_roles_that_share_devices_take_turns(telling):
+    run = telling("--launcher", "ray", "--algo", "ppo")
+    roles, _ = plan_of(run, GPU).groups
+    assert [role.name for role in roles.roles] == ["actor", "critic"]
+    assert phases(roles)["critic: loss"] == 77
+    waiting, _ = plan_of(telling("--launcher", "ray", "--algo", "ppo", "--no-offload-train"), GPU).groups
+    assert phases(waiting)["critic: loss"] == 77 + 37
+
+
+def test_in_one_process_everything_is_there_at_once(telling):
+    (group,) = plan_of(telling(), GPU).groups
+    assert phases(group)["actor: loss"] == 77 + 55
+
+
+@pytest.mark.parametrize(("device_bytes", "fits"), [(77, True), (76, False), (None, None)])
+def test_the_verdict(device_bytes, fits, telling):
+    plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
+    actor, _ = plan.groups
+    assert plan.fits(actor) is fits
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "says"), [(78, "Fits, tightly: 99 % of"), (100, "Fits: 77 % of"), (70, "Does not fit: ")]
+)
+def test_the_verdict_in_words(device_bytes, says, telling):
+    plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
+    run, out = telling("--launcher", "ray"), StringIO()
+    Report(run, plan, [], Unit.of(plan), Console(file=out, width=300)).print()
+    assert says in next(line for line in out.getvalue().splitlines() if line.startswith("actor: "))
+
+
+def test_a_folder_that_is_not_there_is_named_by_its_key(telling):
+    run = telling("--launcher", "ray", "--algo", "ppo", "--critic-load", "nowhere")
+    with pytest.raises(ModelError, match=r"roles\.critic\.load = .*nowhere: no such folder"):
+        plan_of(run, GPU)
+
+
+def test_on_a_cpu_processes_of_a_machine_are_added_up(telling):
+    plan = plan_of(telling("--launcher", "ray", "--actor-num-gpus-per-node", "3"), CPU)
+    actor, _ = plan.groups
+    assert needed(plan, actor) == 3 * (77 + 4)
+
+
+def test_flags_that_lower_the_peak_are_found_by_asking_again(telling):
+    run = telling("--launcher", "ray")
+    assert [(saving.flags, saving.num_bytes, saving.saved) for saving in savings(run, plan_of(run, GPU))] == [
+        ("--thrift", 57, 20)
+    ]
+
+
+def test_who_tells_nothing_is_named_and_nothing_is_guessed(bound):
+    plan = plan_of(bound("--launcher", "ray"), GPU)
+    assert [group.untold for group in plan.groups] == [
+        ("actor: backend fake does not tell", "sync: the transport does not tell its buckets"),
+        ("policy engines: engine fake does not tell",),
+    ]
+    assert [plan.fits(group) for group in plan.groups] == [None, None]
+
+
+def test_the_report_of_who_tells_nothing(bound):
+    run = bound("--launcher", "ray")
+    plan, out = plan_of(run, GPU), StringIO()
+    Report(run, plan, [], Unit.of(plan), Console(file=out, width=120)).print()
+    assert "not told: actor: backend fake does not tell" in out.getvalue()
+    assert "actor: nothing is told." in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("141 GB", 141 * 10**9), ("81559MiB", 81559 * 2**20), ("1.5gib", 3 * 2**29)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "80 potatoes", "0GiB", "-1GiB", ""])
+def test_a_size_without_a_unit_is_refused(text):
+    with pytest.raises(ConfigError, match="a size with its unit is wanted, such as 80GiB"):
+        parse_size(text)
+
+
+def test_the_device_need_not_be_here():
+    assert target_of("cuda", "80GiB") == Target(device="cuda", device_bytes=80 * 2**30, found="--device-memory")
+    assert target_of("auto", "80GiB").device == "cuda"
+    assert target_of("cpu", "2GiB") == Target(device="cpu", device_bytes=2 * 2**30, found="--device-memory")
+
+
+def test_moments_and_places():
+    lines = [
+        MemoryLine(component="weights", num_bytes=2, moments=AWAKE),
+        MemoryLine(component="activations", num_bytes=3, moments=frozenset({Moment.LOSS})),
+        MemoryLine(component="copy", num_bytes=9, moments=AWAKE, place="host"),
+    ]
+    assert peak_of(lines) == (Moment.LOSS, 5)
+    assert bytes_at(lines, Moment.IDLE, "host") == 9
+
+
+def test_keys_and_values_of_a_token():
+    config = {
+        "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "intermediate_size": 1, "vocab_size": 1,
+    }  # fmt: skip
+    # Keys and values of three layers, two heads of two numbers each.
+    assert kv_bytes_per_token(config, 2) == 2 * 3 * 2 * 2 * 2
+    assert kv_bytes_per_token({**config, "kv_lora_rank": 4}, 2) is None
+
+
+def test_parameters_of_a_folder_with_and_without_weights(tmp_path):
+    from slime_core.testing.tiny_model import load_plain, make_tiny_model
+
+    folder = make_tiny_model(tmp_path / "model")
+    count = sum(parameter.numel() for parameter in load_plain(folder).parameters())
+    assert num_parameters(folder) == count
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    assert num_parameters(folder) == count
