@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[images,plot,ray,video] --editable plugins/slime-fsdp[fp8,lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[images,plot,ray,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.

@@ -101,11 +101,6 @@ class FsdpBackend(TrainBackend):
         compute_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         if config.main_params_dtype == "bf16" and compute_dtype != torch.bfloat16:
             raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs precision = "bfloat16" too.')
-        if config.fp8_recipe is not None:
-            # torchao is an extra.
-            from slime_fsdp.fp8 import require_fp8
-
-            require_fp8(config.fp8_recipe, device, compute_dtype)
         cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
         needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
         ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)

@@ -206,12 +206,6 @@ def build_model(
         require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif wants_onednn(config, placement):
         use_onednn(model)
-    layers = decoder_layers(model)
-    if config.fp8_recipe is not None:
-        # torchao is an extra.
-        from slime_fsdp.fp8 import use_fp8
-
-        use_fp8(layers, config.fp8_recipe, placement.device)
     packed = PackedModel(
         model,
         head=folder.head,
@@ -220,6 +214,7 @@ def build_model(
         true_on_policy=placement.true_on_policy,
         fused_head=config.compile,
     )
+    layers = decoder_layers(model)
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:

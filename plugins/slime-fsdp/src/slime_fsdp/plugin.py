@@ -51,9 +51,6 @@ class FsdpConfig(DriverConfig):
     """What Adam's first moment is kept in."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
     """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
-    fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
-    """Compute the products of the decoder's linear layers in FP8, by torchao's recipe of this name; the second one keeps the
-    products of weight gradients in bfloat16. Needs slime-fsdp[fp8], and a GPU from Ada on; on the CPU it is emulated."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
@@ -172,8 +169,6 @@ class Fsdp(BackendDriver):
             problems.append('linear = "onednn" is not batch-invariant; use "auto"')
         if config.compile:
             problems.append("compile = true fuses operations in its own way; leave it out")
-        if config.fp8_recipe is not None:
-            problems.append(f'fp8_recipe = "{config.fp8_recipe}" rounds in its own way; leave it out')
         if config.trains_adapters:
             problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
         return problems
@@ -201,24 +196,9 @@ class Fsdp(BackendDriver):
             )
         if config.main_params_dtype == "bf16" and config.trains_adapters:
             problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
-        if config.fp8_recipe is not None:
-            problems += fp8_problems(config)
         if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
             problems += linear_attention_problems(config)
         return problems + adapter_problems(config) + architecture_problems(model_config)
-
-
-def fp8_problems(config: FsdpConfig) -> list[str]:
-    asked, problems = f'backend.fp8_recipe = "{config.fp8_recipe}"', []
-    if find_spec("torchao") is None:
-        problems.append(f"{asked}: needs torchao, which is not installed: pip install slime-fsdp[fp8].")
-    if config.precision == "float32":
-        problems.append(f'{asked}: what FP8 does not compute is bfloat16 then; say precision = "bfloat16".')
-    if config.trains_adapters:
-        problems.append(
-            f"{asked}: adapters on a base in FP8 are not built; leave it out, or train the weights themselves."
-        )
-    return problems
 
 
 def linear_attention_problems(config: FsdpConfig) -> list[str]:
