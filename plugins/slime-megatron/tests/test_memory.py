@@ -33,6 +33,7 @@ SHAPES = {
 PARAMETERS = {"0.6B": 596_049_920, "4B": 4_022_468_096}
 """As the model cards have them."""
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+HALF = MOMENTS | {"main_params_dtype": "bf16", "grad_reduce_in_fp32": False}
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TWENTY = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 20}
 
@@ -50,6 +51,14 @@ MEASURED = {
     ),
     "0.6B, 2 x 16k, PP 2": ("0.6B", 16384, 2, 2, {"pipeline_model_parallel_size": 2}, 28.7),
     "0.6B, 2 x 16k, CP 2": ("0.6B", 8192, 2, 2, {"context_parallel_size": 2}, 21.6),
+    # Of 2026-11-23, measured after this was written.
+    "4B, 16k, all layers again, bf16 weights": ("4B", 16384, 1, 1, AGAIN | HALF, 36.4),
+    "4B, 2 x 16k, DP 2": ("4B", 16384, 2, 2, TWENTY | MOMENTS, 71.5),
+    "4B, 2 x 16k, TP 2": (
+        "4B", 16384, 2, 2, TWENTY | MOMENTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 43.8,
+    ),
+    "4B, 2 x 16k, PP 2": ("4B", 16384, 2, 2, TWENTY | MOMENTS | {"pipeline_model_parallel_size": 2}, 34.3),
+    "4B, 2 x 16k, CP 2": ("4B", 8192, 2, 2, TWENTY | MOMENTS | {"context_parallel_size": 2}, 58.1),
 }  # fmt: skip
 
 
