@@ -306,7 +306,7 @@ class RayLauncher(Launcher):
             first = by_rank[0]
             assert first.location is not None
             host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
-            port = await crew.run(first, first.actor.free_port.remote())
+            port = await crew.run(first, first.actor.hold_port.remote())
             rendezvous = f"tcp://{host}:{port}"
         return [
             replace(
@@ -323,7 +323,7 @@ class RayLauncher(Launcher):
         hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
         rendezvous = None
         if len(seat.members) > 1:
-            rendezvous = f"{hosts[0]}:{await crew.run(first, first.actor.free_port.remote())}"
+            rendezvous = f"{hosts[0]}:{await crew.run(first, first.actor.hold_port.remote())}"
         told = [
             replace(seat.spec, setup=replace(seat.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous))
             for rank, host in enumerate(hosts)

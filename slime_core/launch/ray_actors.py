@@ -63,12 +63,15 @@ class TrainActor:
 
     def __init__(self) -> None:
         self._worker: TrainWorker | None = None
+        self._held: list[socket.socket] = []
 
     def locate(self) -> Location:
         return Location.here()
 
-    def free_port(self) -> int:
-        return free_port()
+    def hold_port(self) -> int:
+        """One that the ranks can meet at, for as long as this process lives."""
+        self._held.append(held_port())
+        return port_of(self._held[-1])
 
     def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
         """`devices`: of all ranks of the role on this node, by local rank; collectives want to see each other's."""
@@ -95,12 +98,15 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._worker: EngineWorker | None = None
+        self._held: list[socket.socket] = []
 
     async def locate(self) -> Location:
         return Location.here()
 
-    async def free_port(self) -> int:
-        return free_port()
+    async def hold_port(self) -> int:
+        """One that the engine's machines can meet at, for as long as this process lives."""
+        self._held.append(held_port())
+        return port_of(self._held[-1])
 
     async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
         """`devices`: all of this engine's, where it shares them with a trainer."""
@@ -134,12 +140,19 @@ class EngineActor:
         return await self._worker.call(method, *args)
 
 
-def free_port() -> int:
-    """A TCP port of this node that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def held_port() -> socket.socket:
+    """A socket on a TCP port of this node. Nobody is given this port by the system while it is open, and whoever was told of
+    it can listen there: torch's store says SO_REUSEADDR too, and this socket does not listen. Ranks meet seconds after
+    the port was chosen; one that was let go meanwhile may be that of somebody's connection by then."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    port: int = held.getsockname()[1]
+    return port
 
 
 def show_devices(devices: Sequence[str]) -> None:

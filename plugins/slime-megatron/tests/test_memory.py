@@ -1,12 +1,15 @@
 """What `Megatron.memory` tells, against trainers that were really built, and against peaks that were measured on GPUs."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from families import make_family
+from planned import planned
 
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.memory import Moment, TrainerLoad, bytes_at, peak_of
@@ -62,7 +65,8 @@ MEASURED = {
 }  # fmt: skip
 
 
-def told(folder, *, tokens=64, micros=1, options=None, **setup):
+def question(folder, *, tokens=64, micros=1, options=None, **setup):
+    """What `planned` is asked."""
     setup = {"device": "cuda", "optimizer": ADAM} | setup
     world_size = setup.pop("world_size", 1)
     load = TrainerLoad(
@@ -71,7 +75,22 @@ def told(folder, *, tokens=64, micros=1, options=None, **setup):
         scored_tokens=tokens,
         num_micro_batches=micros,
     )
-    return Megatron.memory(Megatron.Config(**(options or {})), load)
+    return options or {}, load
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A process of its own: this one may be a rank, of trainers that other files have built."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def told(apart):
+    def ask(folder, **asked):
+        return apart.submit(planned, *question(folder, **asked)).result()
+
+    return ask
 
 
 def of(memory, component):
@@ -90,14 +109,14 @@ def shapes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in MEASURED.items()])
-def test_peaks_are_those_that_were_measured(case, shapes):
+def test_peaks_are_those_that_were_measured(case, shapes, told):
     shape, tokens, micros, world_size, options, measured = case
     memory = told(shapes[shape], tokens=tokens, micros=micros, world_size=world_size, options=options)
     assert peak_of(memory.lines)[1] / GIB == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_states_are_counted_from_the_published_number_of_parameters(shape, shapes):
+def test_states_are_counted_from_the_published_number_of_parameters(shape, shapes, told):
     count, memory = PARAMETERS[shape], told(shapes[shape], options=MOMENTS)
     widths = {"weights": 2, "gradients": 4, "main weights": 4, "first moment": 2, "second moment": 2}
     assert {name: of(memory, name) for name in widths} == {name: width * count for name, width in widths.items()}
@@ -125,7 +144,7 @@ def storages(tensors):
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_bytes_are_those_of_a_trainer(family, options, models):
+def test_bytes_are_those_of_a_trainer(family, options, models, told):
     with opened(Megatron.build(Megatron.Config(**options)), Place(model=models[family]), optimizer=ADAM) as one:
         one.backend.train_step(TrainingBatch.make().micros(WHOLE), objective_of())
         trainer = one.backend._trainer
@@ -153,29 +172,29 @@ def test_bytes_are_those_of_a_trainer(family, options, models):
         (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     ],
 )
-def test_ranks_hold_the_whole_model_together(world_size, options, models):
+def test_ranks_hold_the_whole_model_together(world_size, options, models, told):
     """Experts once among the ranks of their group, everything else once among those of a replica, norms on each."""
     whole = of(told(models["qwen3-moe"], device="cpu"), "weights")
     part = of(told(models["qwen3-moe"], device="cpu", world_size=world_size, options=options), "weights")
     assert whole / world_size < part < whole * 0.75
 
 
-def test_a_distributed_optimizer_shares_states_and_not_gradients(models):
+def test_a_distributed_optimizer_shares_states_and_not_gradients(models, told):
     alone, shared = told(models["qwen3"]), told(models["qwen3"], world_size=4)
     assert of(shared, "gradients") == of(alone, "gradients")
     assert of(shared, "main weights") == pytest.approx(of(alone, "main weights") / 4, abs=4)
 
 
-def test_offloaded_states_and_copies_are_on_the_host(models):
+def test_offloaded_states_and_copies_are_on_the_host(models, told):
     memory = told(models["qwen3"], options={"optimizer_cpu_offload": True}, copies={"reference": models["qwen3"]})
     on_device = {line.component for line in memory.lines if line.place == "device"}
     assert not on_device & {"first moment", "second moment", "copy: reference"}
     assert bytes_at(memory.lines, Moment.IDLE, "host") > of(memory, "weights")
 
 
-def test_nothing_is_left_of_the_group_that_is_none(models):
+def test_nothing_is_left_of_the_group_that_is_none(models, told, apart):
     told(models["qwen3"], world_size=8, options={"pipeline_model_parallel_size": 2})
-    assert not torch.distributed.is_initialized()
+    assert not apart.submit(torch.distributed.is_initialized).result()
 
 
 def test_a_rank_of_a_trainer_does_not_count(models):
@@ -183,10 +202,10 @@ def test_a_rank_of_a_trainer_does_not_count(models):
         opened(Megatron.build(Megatron.Config()), Place(model=models["qwen3"]), optimizer=ADAM),
         pytest.raises(ConfigError, match="memory is counted in a process of its own"),
     ):
-        told(models["qwen3"])
+        planned(*question(models["qwen3"]))
 
 
-def test_what_megatron_refuses_is_told(models):
+def test_what_megatron_refuses_is_told(models, told):
     with pytest.raises(ConfigError, match=r"recompute_num_layers.*Given: backend\.recompute_granularity"):
         told(models["qwen3"], options={"recompute_granularity": "full", "recompute_method": "uniform"})
 
