@@ -369,6 +369,19 @@ def test_what_never_changes_is_sent_to_an_engine_once(driver, ranks, stack):
     assert engine.holds(changed), "after a failure nothing is taken for granted"
 
 
+def test_what_never_changes_goes_with_what_is_stacked_on_it(ranks, stack):
+    """SGLang would forget the one that changes."""
+    engine = Engine(stack)
+    named = {
+        name: torch.ones(4) for name in ("a.q_a_proj.w", "a.kv_a_proj_with_mqa.w", "b.kv_a_proj_with_mqa.w", "c.w")
+    }
+    rank = ranks(Ipc, frozen=["a.kv_a_proj_with_mqa.w", "b.q_a_proj.w", "b.kv_a_proj_with_mqa.w", "c.w"])
+    rank.send(named, 1, engine)
+    engine.tensors.clear()
+    rank.send(named, 2, engine)
+    assert sorted(engine.tensors) == ["a.kv_a_proj_with_mqa.w", "a.q_a_proj.w"]
+
+
 def test_versions_before_are_removed(ranks, stack, tmp_path):
     (tmp_path / "weights" / "99").mkdir(parents=True)
     engine, rank = Engine(stack), ranks(Disk)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError
 from slime_sglang.transports.equality import Digests, EqualityCheck
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flat import FlatBucket, partner_of
 from slime_sglang.transports.servers import Servers
 
 if TYPE_CHECKING:
@@ -109,10 +109,14 @@ class ServerSender(WeightSender):
         return answers
 
     def _without_frozen(self, layers: Iterator[Mapping[str, Tensor] | None]) -> Iterator[Mapping[str, Tensor] | None]:
-        """Under adapters most of a model: what they touch comes merged."""
+        """Under adapters most of a model: what they touch comes merged, and what SGLang takes only together with it."""
         frozen = self.place.frozen
         for layer in layers:
-            yield layer and {name: tensor for name, tensor in layer.items() if name not in frozen}
+            yield layer and {
+                name: tensor
+                for name, tensor in layer.items()
+                if name not in frozen or partner_of(name) not in {None, *frozen}
+            }
 
     @abstractmethod
     def bring(
