@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Final
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from slime_core.errors import ConfigError
 from slime_core.plan.tenants import Target
 
-UNITS: Final = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40}
+SIZE: Final = TypeAdapter(ByteSize)
 
 
 def parse_size(text: str) -> int:
     """`80GiB`, `141 GB`, `81559MiB`. ConfigError for anything else: a bare number would be taken for either."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if found is None or found[2].lower() not in UNITS or not float(found[1]):
-        raise ConfigError(f"--device-memory {text}: a size with its unit is wanted, such as 80GiB, 141GB or 81559MiB.")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    wanted = f"--device-memory {text}: a size with its unit is wanted, such as 80GiB, 141GB or 81559MiB."
+    if not text.strip()[-1:].isalpha():
+        raise ConfigError(wanted)
+    try:
+        size = int(SIZE.validate_python(text))
+    except ValidationError as error:
+        raise ConfigError(wanted) from error
+    if not size:
+        raise ConfigError(wanted)
+    return size
 
 
 def target_of(asked_device: str, device_memory: str | None) -> Target:

@@ -45,6 +45,7 @@ from slime_fsdp.optimizer import (
 from slime_fsdp.packed_model import Outputs, PackedModel, Placement, build_model
 from slime_fsdp.plugin import Fsdp, FsdpConfig
 from slime_fsdp.process import Ranks, join
+from slime_fsdp.sharding import Sharding
 from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.staging import Staging
 from slime_fsdp.vision import held_images, rope_positions
@@ -95,20 +96,15 @@ class FsdpBackend(TrainBackend):
             torch.cuda.set_device(device)
         else:
             keep_freed_memory()
-        precision = config.precision
-        if precision == "auto":
-            precision = "bfloat16" if setup.device == "cuda" else "float32"
-        compute_dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        if config.main_params_dtype == "bf16" and compute_dtype != torch.bfloat16:
+        sharding = Sharding.of(config, setup.device, setup.world_size)
+        if config.main_params_dtype == "bf16" and sharding.compute != torch.bfloat16:
             raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs precision = "bfloat16" too.')
-        cpu_offload = config.fsdp_cpu_offload and setup.device == "cuda"
-        needs_mesh = setup.world_size > 1 or cpu_offload or compute_dtype != torch.float32
-        ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=needs_mesh)
+        ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=sharding.sharded)
         placement = Placement(
             device=device,
             mesh=ranks.mesh,
-            compute_dtype=compute_dtype,
-            cpu_offload=cpu_offload,
+            compute_dtype=sharding.compute,
+            cpu_offload=sharding.offloaded,
             true_on_policy=setup.true_on_policy,
         )
         layout = Fsdp.layout(config, setup.rank, setup.world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from slime_fsdp.adapters import is_trained_with_adapters
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
 from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.sharding import Sharding
 
 STEPPING = frozenset({Moment.REDUCE, Moment.STEP})
 BACKWARD = frozenset({Moment.LOSS, Moment.BACKWARD})
@@ -38,39 +39,9 @@ class Held:
         return self.shard * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How a role's ranks hold a model."""
-
-    world_size: int
-    compute: torch.dtype
-    sharded: bool
-    """By FSDP, also on one rank: whatever is computed in another dtype than it is kept in is gathered first."""
-    offloaded: bool
-
-    @classmethod
-    def of(cls, config: FsdpConfig, load: TrainerLoad) -> Sharding:
-        on_gpu = load.setup.device == "cuda"
-        precision = config.precision
-        if precision == "auto":
-            precision = "bfloat16" if on_gpu else "float32"
-        compute = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        offloaded = config.fsdp_cpu_offload and on_gpu
-        return cls(
-            world_size=load.setup.world_size,
-            compute=compute,
-            sharded=load.setup.world_size > 1 or offloaded or compute != torch.float32,
-            offloaded=offloaded,
-        )
-
-    @property
-    def place(self) -> Any:
-        return "host" if self.offloaded else "device"
-
-
 def memory_of(config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
     """See `BackendDriver.memory`."""
-    setup, sharding = load.setup, Sharding.of(config, load)
+    setup, sharding = load.setup, Sharding.of(config, load.setup.device, load.setup.world_size)
     folder = open_folder(setup.model_path, head=setup.head, trust_remote_code=setup.trust_remote_code, weights=False)
     model = folder.empty_model("sdpa")
     if config.trains_adapters:
@@ -104,6 +75,10 @@ def parameters_of(
         )
 
 
+def place_of(sharding: Sharding) -> Literal["device", "host"]:
+    return "host" if sharding.offloaded else "device"
+
+
 def shard_of(parameter: nn.Parameter, world_size: int) -> int:
     """FSDP cuts the first dimension."""
     rows = parameter.shape[0] if parameter.dim() else 1
@@ -112,7 +87,7 @@ def shard_of(parameter: nn.Parameter, world_size: int) -> int:
 
 def states(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, held: Sequence[Held]) -> Iterator[MemoryLine]:
     """Weights, gradients and moments: exact."""
-    place, trained = sharding.place, [one for one in held if one.trained]
+    place, trained = place_of(sharding), [one for one in held if one.trained]
     yield MemoryLine(component="weights", num_bytes=sum(one.num_bytes for one in held), moments=AWAKE, place=place)
     several = load.num_micro_batches > 1
     gradients = sum(one.num_bytes for one in trained)
@@ -144,7 +119,9 @@ def copies(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, model: Pre
             folder = open_folder(path, trust_remote_code=setup.trust_remote_code, weights=False)
             parameters = folder.empty_model("sdpa").parameters()
             size = sum(shard_of(parameter, sharding.world_size) for parameter in parameters) * sharding.compute.itemsize
-        yield MemoryLine(component=f"copy: {name}", num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=sharding.place)
+        yield MemoryLine(
+            component=f"copy: {name}", num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=place_of(sharding)
+        )
 
 
 def gathered(

@@ -37,6 +37,11 @@ class Placement:
     """What forward and backward compute in."""
 
 
+def dtype_of(options: MegatronOptions, device: str) -> torch.dtype:
+    half = device == "cuda" if options.bf16 is None else options.bf16
+    return torch.float16 if options.fp16 else torch.bfloat16 if half else torch.float32
+
+
 def make_config(
     architecture: Architecture, options: MegatronOptions, shape: Shape, placement: Placement
 ) -> TransformerConfig:

@@ -24,11 +24,12 @@ from slime_core.errors import ConfigError
 from slime_core.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
 from slime_core.training.rounded_adamw import STORED
 from slime_megatron.bridges.bridge import Architecture
-from slime_megatron.chunks import Placement, build_chunks, make_config
+from slime_megatron.chunks import Placement, build_chunks, dtype_of, make_config
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.plugin import MegatronOptions, megatron_options
+from slime_megatron.process import lay_out
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.transformer_engine import mend_absence
 
@@ -50,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the options come to for these ranks: as `make_trainer` decides."""
+    """What the options come to for these ranks."""
 
     options: MegatronOptions
     load: TrainerLoad
@@ -59,14 +60,13 @@ class Plan:
 
     @classmethod
     def of(cls, options: MegatronOptions, load: TrainerLoad) -> Plan:
-        on_gpu = load.setup.device == "cuda"
-        half = on_gpu if options.bf16 is None else options.bf16
-        dtype = torch.float16 if options.fp16 else torch.bfloat16 if half else torch.float32
-        distributed = options.use_distributed_optimizer
-        if distributed is None:
-            adam = load.setup.optimizer.optimizer == "adam"
-            distributed = on_gpu and adam and options.main_params_dtype == "fp32"
-        return cls(options=options, load=load, dtype=dtype, distributed=distributed)
+        setup = load.setup
+        return cls(
+            options=options,
+            load=load,
+            dtype=dtype_of(options, setup.device),
+            distributed=options.distributes_optimizer(setup.device, setup.optimizer.optimizer),
+        )
 
     def of_optimizer(self, stage: Stage) -> int:
         """Elements whose state this rank has."""
@@ -137,18 +137,9 @@ def laid_out(options: MegatronOptions, rank: int, world_size: int) -> Iterator[N
         raise ConfigError(
             "backend megatron: memory is counted in a process of its own, and this one is a rank of a trainer."
         )
-    shape = options.shape
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=shape.tp,
-            pipeline_model_parallel_size=shape.pp,
-            virtual_pipeline_model_parallel_size=shape.vpp if shape.vpp > 1 else None,
-            context_parallel_size=shape.cp,
-            expert_model_parallel_size=shape.ep,
-            expert_tensor_parallel_size=shape.etp,
-            create_gloo_process_groups=False,
-        )
+        lay_out(options.shape, create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -91,6 +91,12 @@ class MegatronOptions(DriverConfig):
             stages=Stages(**{field.name: getattr(self, field.name, None) for field in fields(Stages)}),
         )
 
+    def distributes_optimizer(self, device: str, optimizer: str) -> bool:
+        """What `use_distributed_optimizer` comes to. One that steps on the weights themselves cannot."""
+        if self.use_distributed_optimizer is not None:
+            return self.use_distributed_optimizer
+        return device == "cuda" and optimizer == "adam" and self.main_params_dtype == "fp32"
+
 
 def make_config() -> type[MegatronOptions]:
     """MegatronOptions with Megatron's options beside its own. None: what Megatron does by default."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,20 +48,26 @@ def join(setup: TrainerSetup, shape: Shape) -> Ranks:
     made = join_group(setup)
     fresh = not parallel_state.model_parallel_is_initialized()
     if fresh:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=shape.tp,
-            pipeline_model_parallel_size=shape.pp,
-            virtual_pipeline_model_parallel_size=shape.vpp if shape.vpp > 1 else None,
-            context_parallel_size=shape.cp,
-            expert_model_parallel_size=shape.ep,
-            expert_tensor_parallel_size=shape.etp,
-        )
+        lay_out(shape)
     elif laid_out() != (shape.tp, shape.pp, shape.vpp, shape.cp, shape.ep, shape.etp):
         raise ConfigError(
             f"role {setup.role}: Megatron lays out one process one way, and another role of this process has another "
             "layout. Give both roles the same parallel sizes, or ranks of their own."
         )
     return Ranks(shape=shape, made_group=made, made_layout=fresh)
+
+
+def lay_out(shape: Shape, **told: Any) -> None:
+    """Megatron's groups in the default one. `told`: to Megatron, beside the sizes."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.vpp if shape.vpp > 1 else None,
+        context_parallel_size=shape.cp,
+        expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
+        **told,
+    )
 
 
 def laid_out() -> tuple[int, int, int, int, int, int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from slime_core.contracts.backend import Layout, TrainerSetup
 from slime_core.errors import ConfigError, ModelError
 from slime_megatron.bridges.bridge import Architecture
-from slime_megatron.chunks import Placement, build_chunks, check_copy, make_config, wrap
+from slime_megatron.chunks import Placement, build_chunks, check_copy, dtype_of, make_config, wrap
 from slime_megatron.copies import Values, copied
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
@@ -82,10 +82,7 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     torch.manual_seed(setup.seed + layout.dp_rank)
     if setup.device == "cuda":
         model_parallel_cuda_manual_seed(setup.seed)
-    distributed = options.use_distributed_optimizer
-    if distributed is None:
-        copies_weights = options.main_params_dtype == "fp32"
-        distributed = setup.device == "cuda" and setup.optimizer.optimizer == "adam" and copies_weights
+    distributed = options.distributes_optimizer(setup.device, setup.optimizer.optimizer)
     if distributed and setup.optimizer.optimizer != "adam":
         raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")
     if options.main_params_dtype == "bf16" and placement.dtype != torch.bfloat16:
@@ -147,9 +144,7 @@ def placement_of(options: MegatronOptions, setup: TrainerSetup) -> Placement:
     else:
         use_cpu()
     mend_absence()
-    half = setup.device == "cuda" if options.bf16 is None else options.bf16
-    dtype = torch.float16 if options.fp16 else torch.bfloat16 if half else torch.float32
-    return Placement(device=device, dtype=dtype)
+    return Placement(device=device, dtype=dtype_of(options, setup.device))
 
 
 @torch.no_grad()

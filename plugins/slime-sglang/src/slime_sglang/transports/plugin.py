@@ -35,12 +35,6 @@ class SentConfig(DriverConfig):
     """Seconds for any one call: a bucket, a file, a group."""
 
 
-def two_buckets(size: int) -> TransportMemory:
-    """On either side."""
-    line = MemoryLine(component="two buckets", num_bytes=size, moments=frozenset({Moment.SYNC}))
-    return TransportMemory(trainer=(line,), engine=(line,))
-
-
 def unnamed(engine: Any, layout: EngineLayout) -> str | None:
     """Why its servers do not know which parts of which tensors they hold, as far as it is known before they start."""
     if engine.external_engine_addrs:
@@ -79,6 +73,15 @@ class SentDriver(TransportDriver):
         return problems
 
     @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
+        """Two buckets on either side; of files it is not told."""
+        if cls.by_folder:
+            return None
+        size = min(2 * config.update_weight_buffer_size, num_bytes)
+        line = MemoryLine(component="two buckets", num_bytes=size, moments=frozenset({Moment.SYNC}))
+        return TransportMemory(trainer=(line,), engine=(line,))
+
+    @classmethod
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
         """Servers that can be compared neither with the trainer nor with one another."""
         why = unnamed(engine, layout) if config.check_weight_update_equal else None
@@ -115,10 +118,6 @@ class Ipc(SentDriver):
     by_rank: ClassVar[bool] = True
 
     @classmethod
-    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
-        return two_buckets(min(2 * config.update_weight_buffer_size, num_bytes))
-
-    @classmethod
     def build_sender(cls, config: Any) -> IpcSender:
         from slime_sglang.transports.ipc import IpcSender
 
@@ -134,10 +133,6 @@ class Distributed(SentDriver):
 
     Config = DistributedConfig
     by_rank: ClassVar[bool] = True
-
-    @classmethod
-    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
-        return two_buckets(min(2 * config.update_weight_buffer_size, num_bytes))
 
     @classmethod
     def build_sender(cls, config: Any) -> DistributedSender:
