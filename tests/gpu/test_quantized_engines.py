@@ -1,6 +1,8 @@
 """SGLang on one GPU with quantised weights: folders of `slime convert`, and a server that quantises what a trainer sends.
 
-A Qwen3 of 50 million random parameters. What a server says of given tokens is compared with transformers in float32."""
+A Qwen3 of 50 million random parameters. What a server says of given tokens is compared with transformers in float32, whose
+weights, and inputs where the server rounds them, are rounded here. Eight bits move log-probs of random weights by a quarter of
+a nat on average, and where inputs are rounded, what bfloat16 leaves of them decides which way: 0.19 nats of the 0.26."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slime_core import groups
@@ -30,7 +34,7 @@ SERVER = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
     "disable_cuda_graph": True,
 }
 FOLDERS: Mapping[str, Sequence[str]] = {
@@ -39,15 +43,45 @@ FOLDERS: Mapping[str, Sequence[str]] = {
     "tensor": ("--to", "fp8", "--strategy", "tensor"),
     "int4": ("--to", "int4", "--group-size", "64"),
 }
-NATS = {"plain": 0.05, "block": 0.15, "channel": 0.15, "tensor": 0.2, "int4": 0.6, "online": 0.15}
-"""Mean distance from transformers in float32; uniform guesses are more than 2 nats away. Four bits are coarse."""
 
 
 class Models(NamedTuple):
     model: Path
     other: Path
-    of_model: npt.NDArray[np.float32]
-    of_other: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Elements that share a scale, of a weight and of a layer's input: slices of (rows, columns), 0 for all."""
+
+    weight: tuple[int, int]
+    inputs: tuple[int, int] | None
+    bits: int = 8
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        return self.rounded(weight, self.weight)
+
+    def of_inputs(self, layer: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        assert self.inputs is not None
+        return (self.rounded(given[0].flatten(0, -2), self.inputs).view_as(given[0]),)
+
+    def rounded(self, matrix: Tensor, tile: tuple[int, int]) -> Tensor:
+        rows, columns = (size or whole for size, whole in zip(tile, matrix.shape, strict=True))
+        tiles = matrix.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        # The largest number of each format; int4 has one more below zero.
+        scale = tiles.abs().amax((1, 3), keepdim=True) / (448.0 if self.bits == 8 else 7.5)
+        at = tiles / scale
+        at = at.to(torch.float8_e4m3fn).to(matrix.dtype) if self.bits == 8 else at.round().clamp(-8, 7)
+        return (at * scale).flatten(2, 3).flatten(0, 1)
+
+
+SCHEMES: Mapping[str, Scheme | None] = {
+    "plain": None,
+    "block": Scheme((128, 128), (1, 128)),
+    "channel": Scheme((1, 0), (1, 0)),
+    "tensor": Scheme((0, 0), (0, 0)),
+    "int4": Scheme((1, 64), None, bits=4),
+}
 
 
 def write_model(folder: Path, seed: int) -> Path:
@@ -66,13 +100,34 @@ def sequences() -> list[npt.NDArray[np.int32]]:
 
 
 @torch.no_grad()
-def expected(folder: Path) -> npt.NDArray[np.float32]:
+def expected(folder: Path, scheme: Scheme | None = None) -> npt.NDArray[np.float32]:
     """(SEQUENCES, LENGTH - 1)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    for layer in model.model.layers.modules() if scheme is not None else ():
+        if isinstance(layer, nn.Linear):
+            layer.weight.copy_(scheme.of_weight(layer.weight))
+            if scheme.inputs is not None:
+                layer.register_forward_pre_hook(scheme.of_inputs)
     tokens = torch.from_numpy(np.stack(sequences())).long().cuda()
     said = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     found: npt.NDArray[np.float32] = said.cpu().numpy()
     return found
+
+
+def assert_says(said: npt.NDArray[np.float32], folder: Path, scheme: Scheme | None, told: str) -> None:
+    exact = expected(folder)
+    from_exact = float(np.abs(said - exact).mean())
+    if scheme is None:
+        print(f"{told}: {from_exact:.4f} nats from transformers in float32")
+        assert from_exact < 0.05
+        return
+    rounded = expected(folder, scheme)
+    from_rounded, between = (float(np.abs(rounded - other).mean()) for other in (said, exact))
+    print(
+        f"{told}: {from_rounded:.4f} nats from the rounded model, {from_exact:.4f} from the model; between them {between:.4f}"
+    )
+    assert from_exact < 1.25 * between
+    assert from_rounded < (0.3 if scheme.inputs is None else 0.9) * between
 
 
 async def scores(engine: Any) -> npt.NDArray[np.float32]:
@@ -111,25 +166,22 @@ def without_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
     model, other = write_model(folder / "model", 1), write_model(folder / "other", 2)
-    of_model, of_other = expected(model), expected(other)
-    assert np.abs(of_model - of_other).mean() > 1, "two models that could not be told apart"
-    return Models(model, other, of_model, of_other)
+    assert np.abs(expected(model) - expected(other)).mean() > 1, "two models that could not be told apart"
+    return Models(model, other)
 
 
-@pytest.mark.parametrize("name", ["plain", *FOLDERS])
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_server_of_quantised_weights_says_what_the_model_says(name: str, models: Models, tmp_path: Path) -> None:
     folder = models.model
     if name in FOLDERS:
         folder = tmp_path / name
         subprocess.run([*SLIME, "convert", str(models.model), str(folder), *FOLDERS[name]], check=True)
     (said,) = asyncio.run(serve(folder, tmp_path))
-    away = float(np.abs(said - models.of_model).mean())
-    print(f"{name}: {away:.4f} nats from transformers in float32")
-    assert away < NATS[name]
+    assert_says(said, models.model, SCHEMES[name], name)
 
 
 def test_a_server_quantises_what_a_trainer_sends(models: Models, tmp_path: Path) -> None:
+    """By itself SGLang gives each channel and each token a scale."""
     before, after = asyncio.run(serve(models.model, tmp_path, models.other, quantization="fp8"))
-    away = [float(np.abs(said - of).mean()) for said, of in ((before, models.of_model), (after, models.of_other))]
-    print(f"online: {away} nats from transformers in float32")
-    assert max(away) < NATS["online"]
+    assert_says(before, models.model, SCHEMES["channel"], "online")
+    assert_says(after, models.other, SCHEMES["channel"], "online, after a push")

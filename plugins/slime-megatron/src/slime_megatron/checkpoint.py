@@ -163,7 +163,7 @@ def make_state(optimizer: MegatronOptimizer) -> None:
         if part.optimizer is not None:
             fill_state(part.optimizer)
         if isinstance(part, DistributedOptimizer) and isinstance(
-            part.optimizer, (torch.optim.AdamW, HybridDeviceOptimizer)
+            part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer)
         ):
             # It loads every entry of a state, and saves all but the count.
             part._set_main_param_and_optimizer_states = with_count(part._set_main_param_and_optimizer_states)
@@ -176,16 +176,16 @@ def with_count(put_state: Callable[[Any, dict[str, Any]], None]) -> Callable[[An
 
 def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
     for part in parts_of(optimizer):
-        if isinstance(part.optimizer, (torch.optim.AdamW, HybridDeviceOptimizer)):
+        if isinstance(part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer)):
             for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(float(steps_done))
+                state["step"] = torch.full_like(state["step"], float(steps_done))
 
 
 @torch.no_grad()
 def fill_state(optimizer: Any, config: Any = None) -> None:
     if isinstance(optimizer, HybridDeviceOptimizer):
         fill_offloaded(optimizer)
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -194,7 +194,7 @@ def fill_state(optimizer: Any, config: Any = None) -> None:
                 if isinstance(optimizer, RoundedAdamW):
                     optimizer.state_of(parameter)["step"] = ONE.clone()
                     continue
-                state["step"] = ONE.clone()
+                state["step"] = ONE.to(parameter.device, copy=True)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 # Before any of Megatron: see compiler.py.
@@ -166,20 +165,6 @@ def states(plan: Plan, stage: Stage) -> Iterator[MemoryLine]:
         yield MemoryLine(component=component, num_bytes=size, moments=resting, place=place)
     if offloaded:
         yield MemoryLine(component="weights and gradients to step on", num_bytes=8 * held, moments=AWAKE, place="host")
-    elif plan.load.setup.device == "cuda" and not options.rounds_state and not has_fused_adam():
-        # The roots of all second moments at once.
-        yield MemoryLine(
-            component="the step of torch's AdamW",
-            num_bytes=4 * held,
-            moments=frozenset({Moment.STEP}),
-            estimate=True,
-            note="neither Transformer Engine nor Apex is installed here",
-        )
-
-
-def has_fused_adam() -> bool:
-    """What Megatron takes in place of torch's."""
-    return any(find_spec(name) is not None for name in ("transformer_engine", "apex"))
 
 
 def copies(plan: Plan, stage: Stage) -> Iterator[MemoryLine]:

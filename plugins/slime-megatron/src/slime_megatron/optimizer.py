@@ -70,6 +70,8 @@ def make_optimizer(
         optimizer = get_megatron_optimizer(record, list(chunks))
     for part in parts_of(optimizer):
         as_plain_adamw(part)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            fuse(part.optimizer)
     if options.rounds_state:
         for part in parts_of(optimizer):
             if part.optimizer is not None:
@@ -79,6 +81,13 @@ def make_optimizer(
             # Its gradient is the float32 sum over micro-batches.
             parameter.grad_dtype = None  # type: ignore[attr-defined]
     return optimizer
+
+
+def fuse(adam: torch.optim.Adam) -> None:
+    """One kernel for all its tensors: else a step holds the roots of all second moments at once. Megatron takes torch's where
+    neither Transformer Engine nor Apex is installed, and has no flag for it."""
+    for group in adam.param_groups:
+        group["fused"], group["foreach"] = True, False
 
 
 def with_rounded_state(adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions) -> RoundedAdamW:

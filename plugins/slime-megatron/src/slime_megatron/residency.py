@@ -66,7 +66,7 @@ def to_device(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, others: bo
 
 
 def move_state(optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
-    """Of an optimiser that steps on the model's own weights, which Megatron would take along. Counts stay on the host."""
+    """Of an optimiser that steps on the model's own weights, which Megatron would take along. Counts stay where they are."""
     for state in [] if optimizer is None else optimizer.state.values():
         for name, value in state.items():
             if value.dim():
