@@ -35,7 +35,7 @@ class EngineSpecs:
                 self.run.engine,
                 index=index,
                 place=index,
-                model_path=Path(self.run.config.model.hf_checkpoint),
+                model_path=self.run.engine_folder,
                 num_devices=launcher.rollout_num_gpus_per_engine,
                 first_device=index * launcher.rollout_num_gpus_per_engine,
                 offload=launcher.offloads_rollout(self.device),

@@ -20,6 +20,7 @@ from slime_core.launch.launcher import Launcher
 from slime_core.launch.trainers import TrainerLimits, Trainers
 from slime_core.materials import Materials
 from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine_format import EngineFormat
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.profile import ProfilePlan
 from slime_core.workers.trainer import TrainWorkerSpec
@@ -78,6 +79,9 @@ def worker_specs(
     )
     # The engines serve the policy.
     transport = run.transport if role.name == run.roles[0].name else None
+    engine_format = None
+    if transport is not None and materials.converter is not None:
+        engine_format = EngineFormat(converter=materials.converter.spec(), folder=run.engine_folder)
     return [
         TrainWorkerSpec(
             agreement=agreement,
@@ -86,6 +90,7 @@ def worker_specs(
             temperature=config.rollout.rollout_temperature if role.loss.driver.uses_advantages else 1.0,
             profile=profile,
             transport=None if transport is None else transport.spec(),
+            engine_format=engine_format,
             setup=TrainerSetup(
                 role=role.name,
                 rank=rank,

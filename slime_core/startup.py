@@ -168,7 +168,8 @@ async def assemble_session(
 ) -> Session:
     """Starts trainers, engines and rewards, at the same time, and puts the session together."""
     config = run.config
-    agreement = Agreement.of(run.parts, run.registry.plugin_files)
+    converter = () if materials.converter is None else (materials.converter,)
+    agreement = Agreement.of((*run.parts, *converter), run.registry.plugin_files)
     with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
     middlewares = build_middlewares(run)

@@ -238,6 +238,17 @@ class BoundRun:
         return trained_roles(self)
 
     @property
+    def engine_folder(self) -> Path:
+        """What the policy's engines start from."""
+        return Path(self.config.model.rollout_load or self.config.model.hf_checkpoint)
+
+    @property
+    def pushes(self) -> bool:
+        """Whether engines get the weights that are trained."""
+        has_engine = self.generates or bool(self.evals)
+        return has_engine and self.transport is not None and not self.config.rollout.debug_rollout_only
+
+    @property
     def served(self) -> tuple[BoundEngines, ...]:
         """Models that are served and not trained, in the order in which their engines start."""
         return tuple(row for row in (self.teacher, self.reward_model) if row is not None)

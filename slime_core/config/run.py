@@ -22,6 +22,9 @@ class ModelConfig(Table):
     """Hugging Face folder: config, weights, tokenizer."""
     ref_load: RunPath | None = None
     """Folder of the reference weights; by default hf_checkpoint."""
+    rollout_load: RunPath | None = None
+    """Folder that the policy's engines start from, by default hf_checkpoint: the same model, with quantised weights for example
+    (`slime convert`). What a run trains is quantised likewise on its way to them."""
     opd_teacher_load: RunPath | None = None
     """Folder of a teacher's weights, for algorithms that compare with one. It may be another model than the trained one,
     with the same tokenizer."""

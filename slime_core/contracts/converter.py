@@ -10,8 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from slime_core.contracts.driver import Driver
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Checksums = Mapping[str, str]
 """Name of a tensor to the checksum of its bytes, type and shape."""
@@ -49,5 +53,27 @@ class Converter(ABC):
         """Of the same tensors, as `target` holds them on disk."""
 
 
+class TensorFormat(ABC):
+    """Makes of trained tensors what a converted folder would hold of them, on their way to engines that started from one."""
+
+    @abstractmethod
+    def names(self, name: str) -> Sequence[str]:
+        """What the folder has in place of the tensor of this name; the name alone where the tensor is as it was."""
+
+    @abstractmethod
+    def converted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole tensors by name, on any device, where the results are too. What stays as it is may be the same object."""
+
+
 class ConverterDriver(Driver[Converter]):
     """`build` makes the converter."""
+
+    @classmethod
+    def writes(cls, quantization: Mapping[str, Any]) -> bool:
+        """Whether `tensor_format` is there for folders whose config.json has this `quantization_config`."""
+        return False
+
+    @classmethod
+    def tensor_format(cls, folder: Path) -> TensorFormat:
+        """That of a folder whose weights it writes. ModelError if the folder is not as such folders are."""
+        raise NotImplementedError

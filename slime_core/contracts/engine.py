@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -244,6 +244,8 @@ class EngineDriver(Driver[RolloutEngine]):
     """Names of weight transports that it understands, the preferred one first."""
     spans_nodes: ClassVar[bool] = False
     """One engine may have devices on several machines."""
+    takes_quantized: ClassVar[bool] = False
+    """Engines that started from a folder with quantised weights take new ones, quantised in the same way (`Bucket`)."""
     may_offer: ClassVar[frozenset[Capability]] = frozenset()
     """What an installation of it can offer at best; `EngineInfo` says what it does offer."""
 
@@ -255,6 +257,12 @@ class EngineDriver(Driver[RolloutEngine]):
     @classmethod
     def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
         """Options that cannot work with what its engines are started with."""
+        return []
+
+    @classmethod
+    def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+        """What keeps engines from taking new weights. `quantization`: the `quantization_config` of the folder that they start
+        from; None: plain weights."""
         return []
 
     @classmethod

@@ -136,6 +136,11 @@ class TransportDriver(Driver[WeightTransport]):
         return []
 
     @classmethod
+    def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+        """What keeps it from bringing weights to engines that hold them so; see `EngineDriver.push_problems`."""
+        return []
+
+    @classmethod
     def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
         """What a push of so many bytes of weights takes, for `slime plan`; None: it does not tell."""
         return None

@@ -126,7 +126,7 @@ def policy_engines(run: BoundRun, target: Target) -> PlannedEngines | None:
         target,
         POLICY,
         run.engine,
-        Path(run.config.model.hf_checkpoint),
+        run.engine_folder,
         num_engines=launcher.num_engines,
         num_devices=launcher.rollout_num_gpus_per_engine,
         offload=launcher.offloads_rollout(target.device),
@@ -162,7 +162,8 @@ def planned_engines(
     **own: Any,
 ) -> PlannedEngines:
     config = run.config
-    named = "model.hf_checkpoint" if name == POLICY else f"engines.{name}.load"
+    of_policy = "model.hf_checkpoint" if config.model.rollout_load is None else "model.rollout_load"
+    named = of_policy if name == POLICY else f"engines.{name}.load"
     told: Mapping[str, Any] = read_model_config(model_path, where=named)
     limit = told.get("text_config", told).get("max_position_embeddings") or NO_LIMIT
     longest = min(limit, config.rollout.rollout_max_context_len or limit)

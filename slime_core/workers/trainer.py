@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,8 +24,12 @@ from slime_core.types.report import StepReport
 from slime_core.types.weights import Bucket
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.buckets import buckets_of
+from slime_core.workers.engine_format import EngineFormat, converted
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.profile import Profile, ProfilePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,8 @@ class TrainWorkerSpec:
     profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
     transport: PartSpec | None = None
     """Of the role whose weights the engines get."""
+    engine_format: EngineFormat | None = None
+    """How the engines hold them; None: as they are trained."""
     sender: SenderSetup | None = None
 
 
@@ -56,13 +64,17 @@ class TrainWorker:
         if spec.transport is not None:
             transport = spec.agreement.resolve(spec.transport, registry)
             self._sender = transport.driver.build_sender(transport.config)
+        self._format = None if spec.engine_format is None else spec.engine_format.build(spec.agreement, registry)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def setup(self) -> Layout:
         layout = self._backend.setup(self._spec.setup)
         if self._sender is not None and self._spec.sender is not None:
-            self._sender.setup(replace(self._spec.sender, frozen=self._backend.frozen_tensors()))
+            frozen = self._backend.frozen_tensors()
+            if self._format is not None:
+                frozen = frozenset(name for own in frozen for name in self._format.names(own))
+            self._sender.setup(replace(self._spec.sender, frozen=frozen))
         return layout
 
     def score(
@@ -100,13 +112,20 @@ class TrainWorker:
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
         """Every rank must exhaust it: rank 0 gives the buckets, the others None."""
-        return buckets_of(self._backend.export_tensors(), version=version, bucket_bytes=bucket_bytes)
+        return buckets_of(self._export(), version=version, bucket_bytes=bucket_bytes)
 
     def send_weights(self, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
         """Brings the weights to the engines through the transport's own sender."""
         if self._sender is None:
             raise EngineError("the weight transport of this run has no sender on the trainer's ranks.")
-        return self._sender.send(self._backend.export_tensors, version, engines)
+        return self._sender.send(self._export, version, engines)
+
+    def _export(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """As the engines hold them. No generator, which would end with an error: the rest must still be gathered then."""
+        layers = self._backend.export_tensors(everywhere=everywhere)
+        if self._format is None:
+            return layers
+        return map(partial(converted, self._format), layers)
 
     def save(self, folder: Path) -> None:
         self._backend.save(folder)

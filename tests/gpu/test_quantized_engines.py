@@ -1,4 +1,4 @@
-"""SGLang on one GPU with quantised weights: folders of `slime convert`, and a server that quantises what a trainer sends.
+"""SGLang on one GPU with quantised weights: folders of `slime convert`, and what a trainer sends to a server of one.
 
 A Qwen3 of 50 million random parameters. What a server says of given tokens is compared with transformers in float32, whose
 weights, and inputs where the server rounds them, are rounded here. Eight bits move log-probs of random weights by a quarter of
@@ -57,6 +57,8 @@ class Scheme:
     weight: tuple[int, int]
     inputs: tuple[int, int] | None
     bits: int = 8
+    stacked: bool = False
+    """SGLang gives matrices that it stacks one scale, the largest of theirs, and rounds them once more."""
 
     def of_weight(self, weight: Tensor) -> Tensor:
         return self.rounded(weight, self.weight)
@@ -70,16 +72,20 @@ class Scheme:
         tiles = matrix.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         # The largest number of each format; int4 has one more below zero.
         scale = tiles.abs().amax((1, 3), keepdim=True) / (448.0 if self.bits == 8 else 7.5)
-        at = tiles / scale
-        at = at.to(torch.float8_e4m3fn).to(matrix.dtype) if self.bits == 8 else at.round().clamp(-8, 7)
-        return (at * scale).flatten(2, 3).flatten(0, 1)
+        return self.at(tiles, scale).flatten(2, 3).flatten(0, 1)
+
+    def at(self, numbers: Tensor, scale: Tensor) -> Tensor:
+        steps = numbers / scale
+        if self.bits == 8:
+            return steps.to(torch.float8_e4m3fn).to(numbers.dtype) * scale
+        return steps.round().clamp(-8, 7) * scale
 
 
 SCHEMES: Mapping[str, Scheme | None] = {
     "plain": None,
     "block": Scheme((128, 128), (1, 128)),
     "channel": Scheme((1, 0), (1, 0)),
-    "tensor": Scheme((0, 0), (0, 0)),
+    "tensor": Scheme((0, 0), (0, 0), stacked=True),
     "int4": Scheme((1, 64), None, bits=4),
 }
 
@@ -103,15 +109,30 @@ def sequences() -> list[npt.NDArray[np.int32]]:
 def expected(folder: Path, scheme: Scheme | None = None) -> npt.NDArray[np.float32]:
     """(SEQUENCES, LENGTH - 1)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    for layer in model.model.layers.modules() if scheme is not None else ():
-        if isinstance(layer, nn.Linear):
-            layer.weight.copy_(scheme.of_weight(layer.weight))
-            if scheme.inputs is not None:
-                layer.register_forward_pre_hook(scheme.of_inputs)
+    if scheme is not None:
+        for layer in model.model.layers:
+            round_layer(layer, scheme)
     tokens = torch.from_numpy(np.stack(sequences())).long().cuda()
     said = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     found: npt.NDArray[np.float32] = said.cpu().numpy()
     return found
+
+
+def round_layer(layer: Any, scheme: Scheme) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    for stack in (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (mlp.gate_proj, mlp.up_proj),
+        (attention.o_proj,),
+        (mlp.down_proj,),
+    ):
+        largest = torch.stack([part.weight.abs().max() for part in stack]).max()
+        for part in stack:
+            part.weight.copy_(scheme.of_weight(part.weight))
+            if scheme.stacked:
+                part.weight.copy_(scheme.at(part.weight, largest / 448.0))
+            if scheme.inputs is not None:
+                part.register_forward_pre_hook(scheme.of_inputs)
 
 
 def assert_says(said: npt.NDArray[np.float32], folder: Path, scheme: Scheme | None, told: str) -> None:
@@ -134,10 +155,10 @@ async def scores(engine: Any) -> npt.NDArray[np.float32]:
     return np.stack(await engine.score(sequences(), [LENGTH - 1] * SEQUENCES))
 
 
-async def serve(folder: Path, run_dir: Path, new: Path | None = None, **options: Any) -> list[Any]:
-    """What a server of the folder says; and what it says once it has been sent the weights of `new`."""
+async def serve(folder: Path, run_dir: Path, new: Mapping[str, Tensor] | None = None) -> list[Any]:
+    """What a server of the folder says; and what it says once it has been sent `new`."""
     resolved = Registry().resolve(groups.ENGINES, "sglang", where="test")
-    engine = resolved.driver.build(bind(resolved, SERVER | options, where="engine"))
+    engine = resolved.driver.build(bind(resolved, SERVER, where="engine"))
     setup = EngineSetup(
         index=0, model_path=folder, device="cuda", seed=0, max_context_len=512, max_batch=16, run_dir=run_dir
     )
@@ -145,9 +166,8 @@ async def serve(folder: Path, run_dir: Path, new: Path | None = None, **options:
     try:
         said = [await scores(engine)]
         if new is not None:
-            named = AutoModelForCausalLM.from_pretrained(new, dtype=torch.bfloat16).state_dict()
             await engine.pause()
-            for bucket in buckets_of([named], version=1, bucket_bytes=2**28):
+            for bucket in buckets_of([new], version=1, bucket_bytes=2**28):
                 await engine.load_bucket(bucket)
             await engine.resume()
             said.append(await scores(engine))
@@ -180,8 +200,12 @@ def test_a_server_of_quantised_weights_says_what_the_model_says(name: str, model
     assert_says(said, models.model, SCHEMES[name], name)
 
 
-def test_a_server_quantises_what_a_trainer_sends(models: Models, tmp_path: Path) -> None:
-    """By itself SGLang gives each channel and each token a scale."""
-    before, after = asyncio.run(serve(models.model, tmp_path, models.other, quantization="fp8"))
-    assert_says(before, models.model, SCHEMES["channel"], "online")
-    assert_says(after, models.other, SCHEMES["channel"], "online, after a push")
+def test_a_server_takes_what_a_trainer_sends(models: Models, tmp_path: Path) -> None:
+    """In float8 by block, converted on its way as a run does it."""
+    folder = tmp_path / "block"
+    subprocess.run([*SLIME, "convert", str(models.model), str(folder), *FOLDERS["block"]], check=True)
+    converter = Registry().resolve(groups.CONVERTERS, "fp8", where="test").driver.tensor_format(folder)
+    weights = AutoModelForCausalLM.from_pretrained(models.other, dtype=torch.bfloat16).state_dict()
+    before, after = asyncio.run(serve(folder, tmp_path, converter.converted(weights)))
+    assert_says(before, models.model, SCHEMES["block"], "block")
+    assert_says(after, models.other, SCHEMES["block"], "block, after a push")

@@ -114,6 +114,16 @@ def assert_it_speculated(folder: Path) -> None:
         assert 0 <= step["rollout/spec_accept_rate"] <= 1
 
 
+def test_engines_in_float8_are_fed_by_a_trainer_in_bfloat16(tmp_path: Path) -> None:
+    """The engines' log-probs are those of rounded weights, of each step's: they stay as far from the trainer's."""
+    new_model(tmp_path, "base", 256, "--num-layers", "4")
+    slime(tmp_path, "convert", "base", "base-fp8", "--to", "fp8")
+    folder = run(tmp_path, SERVER, "--rollout-load", "base-fp8")
+    far = [step["train/train_rollout_logprob_abs_diff"] for step in metrics(folder, "train/step")]
+    print(f"nats between trainer and engines: {far}")
+    assert all(0.0 < value < 0.1 for value in far)
+
+
 def test_drafts_of_another_model_keep_its_weights(tmp_path: Path) -> None:
     new_model(tmp_path, "base", 256, "--num-layers", "4")
     new_model(tmp_path, "other", 128, "--num-layers", "1", "--seed", "7")

@@ -38,6 +38,7 @@ LEVELS = [
     },
     {"loop", "evaluate", "plan"}
     | {
+        "engine_folder",
         "engine_specs",
         "engines",
         "group_settings",

@@ -7,14 +7,17 @@ import pytest
 from slime_core.config.bound import PartSpec
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import TrainerSetup
+from slime_core.contracts.transport import SenderSetup
 from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
 from slime_core.workers.agreement import Agreement
+from slime_core.workers.engine_format import EngineFormat
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.trainer import TrainWorker, TrainWorkerSpec
 
 PLUGIN = """
 from slime_core.contracts.backend import BackendDriver, Layout
+from slime_core.contracts.converter import ConverterDriver, TensorFormat
 from slime_core.contracts.transport import TransportDriver, WeightSender
 from slime_core.plugin import driver, loss
 
@@ -26,6 +29,15 @@ class Backend:
 
     def stage(self, folder):
         return (self.folder / "written").touch
+
+    def export_tensors(self, *, everywhere=False):
+        for name in ("a", "b", "c"):
+            yield {name: float(everywhere)}
+        yield None
+        (self.folder / "exhausted").touch()
+
+    def frozen_tensors(self):
+        return frozenset({"a"})
 
     def close(self):
         (self.folder / "closed").touch()
@@ -43,9 +55,17 @@ class FakeBackend(BackendDriver):
 
 
 class Sender(WeightSender):
-    def setup(self, setup): ...
+    def setup(self, setup):
+        (setup.run_dir / "frozen").write_text(" ".join(sorted(setup.frozen)))
 
-    def send(self, export, version, engines): ...
+    def send(self, export, version, engines):
+        layers = export(everywhere=True)
+        try:
+            next(layers), next(layers)
+        except ValueError:
+            rest = list(layers)
+            assert rest == [{"c": 1.0, "c_scale": 1.0}, None]
+            raise
 
     def close(self):
         raise OSError("the folder is busy")
@@ -56,6 +76,26 @@ class FakeTransport(TransportDriver):
     @classmethod
     def build_sender(cls, config):
         return Sender()
+
+    @classmethod
+    def build(cls, config): ...
+
+
+class Scaled(TensorFormat):
+    def names(self, name):
+        return name, name + "_scale"
+
+    def converted(self, tensors):
+        if "b" in tensors:
+            raise ValueError("b has no scale")
+        return {part: tensor for name, tensor in tensors.items() for part in self.names(name)}
+
+
+@driver("slime.converters", "fake")
+class FakeConverter(ConverterDriver):
+    @classmethod
+    def tensor_format(cls, folder):
+        return Scaled()
 
     @classmethod
     def build(cls, config): ...
@@ -73,11 +113,15 @@ def part(kind):
 @pytest.fixture
 def worker(tmp_path):
     file = PluginFile(path=Path("ranks.py"), text=PLUGIN, sha256="e" * 64)
-    parts = [part(kind) for kind in ("backends", "transports", "losses")]
+    parts = [part(kind) for kind in ("backends", "transports", "losses", "converters")]
     spec = TrainWorkerSpec(
         agreement=Agreement.of([one.resolve(Registry([file])) for one in parts], [file]),
         backend=parts[0],
         transport=parts[1],
+        engine_format=EngineFormat(converter=parts[3], folder=tmp_path),
+        sender=SenderSetup(
+            rank=0, world_size=1, device="cpu", model_path=tmp_path, run_dir=tmp_path, colocated=False
+        ),
         objective=ObjectiveSpec(
             loss=parts[2], kl=None, kl_loss_coef=0.0, use_unbiased_kl=False, entropy_coef=0.0, corrections=(),
             old_from_current=False, old_from_rollout=False,
@@ -102,3 +146,11 @@ def test_a_sender_that_cannot_close_leaves_nothing_else_open(worker, tmp_path):
     assert (tmp_path / "closed").exists()
     with pytest.raises(RuntimeError, match="after shutdown"):
         worker.stage(tmp_path)
+
+
+def test_what_cannot_be_converted_for_the_engines_holds_no_other_rank_up(worker, tmp_path):
+    """Gathering is collective: all of an export is taken, also after an error."""
+    assert (tmp_path / "frozen").read_text() == "a a_scale"
+    with pytest.raises(ValueError, match="b has no scale"):
+        worker.send_weights(1, [])
+    assert (tmp_path / "exhausted").exists()

@@ -164,6 +164,52 @@ def test_by_the_command(model, tmp_path):
         convert(converter("fp8"), tmp_path / "fp8", tmp_path / "again", workers=1, tell=print)
 
 
+def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
+    """Bit for bit what a conversion of the trained folder makes, of the names that the engines' folder has."""
+    engines, trained = tmp_path / "engines", tmp_path / "trained"
+    engines.mkdir()
+    (trained / "converted").mkdir(parents=True)
+    held = quantized(model, engines, "fp8", block_size=20, ignore=["lm_head", "embed", r"o_proj$"])
+    weights = {name: tensor.flip(-1).contiguous() for name, tensor in tensors(model).items()}
+    for file in model.iterdir():
+        (trained / file.name).write_bytes(file.read_bytes())
+    save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
+    wanted = tensors(
+        quantized(trained, trained / "converted", "fp8", block_size=20, ignore=["lm_head", "embed", r"o_proj$"])
+    )
+
+    format_ = converter("fp8").driver.tensor_format(held)
+    found = {}
+    for name, tensor in weights.items():
+        made = format_.converted({name: tensor})
+        assert list(made) == list(format_.names(name))
+        found |= made
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
+    assert (
+        found["model.layers.0.self_attn.o_proj.weight"].dtype == weights["model.layers.0.self_attn.o_proj.weight"].dtype
+    )
+    assert format_.names(MATRIX) == (MATRIX, MATRIX.replace("weight", "weight_scale_inv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "writes"),
+    [("fp8", {"block_size": 20}, True), ("fp8", {"strategy": "channel"}, False), ("int4", {"group_size": 16}, False)],
+)
+def test_which_folders_can_be_trained_for(model, tmp_path, name, options, writes):
+    made = config_of(quantized(model, tmp_path, name, **options))
+    assert [converter(known).driver.writes(made) for known in ("fp8", "int4")] == [writes, False]
+
+
+def test_blocks_that_are_not_square(model, tmp_path):
+    made = quantized(model, tmp_path, "fp8", block_size=20)
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [20, 10]
+    (made / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="blocks are 20 by 10, and only square ones"):
+        converter("fp8").driver.tensor_format(made)
+
+
 def test_what_cannot_be_quantized(model, tmp_path):
     with pytest.raises(ModelError, match=r"48 inputs are no multiple of group_size = 128.*--group-size"):
         converter("int4").build().pieces(model)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -108,6 +109,50 @@ def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
     assert "decided by model.hf_checkpoint" in said
     assert "engine.context_length" in said
     assert "rollout.rollout_max_context_len" in said
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("quantization", "words", "says"),
+    [
+        (
+            None,
+            ["--sglang-quantization", "fp8"],
+            ['engine.quantization = "fp8": SGLang quantises', "--rollout-load FOLDER"],
+        ),
+        (
+            {"quant_method": "compressed-tensors"},
+            [],
+            ["its weights are quantised (compressed-tensors) otherwise", "`slime convert MODEL FOLDER --to fp8`"],
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            ["--transport", "delta", "--check-weight-update-equal"],
+            ['sync.transport = "delta": deltas are of weights that are not quantised'],
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            ["--transport", "disk", "--check-weight-update-equal"],
+            ["sync.check_weight_update_equal = true: the engines' weights are quantised"],
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            [],
+            ["config.json says that its weights are quantised, but it has no scales (weight_scale_inv)"],
+        ),
+    ],
+    ids=["by SGLang", "another way", "deltas", "compared", "no scales"],
+)
+def test_quantised_weights_that_could_not_be_pushed(run_file, tiny, tmp_path, quantization, words, says):
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny, folder)
+    if quantization is not None:
+        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+        (folder / "config.json").write_text(json.dumps(config))
+        words = [*words, "--rollout-load", str(folder)]
+    code = 3 if "no scales" in says[0] else 2
+    said = slime(run_file, tmp_path, *words, "--dry-run", code=code)
+    assert [text for text in says if text not in said] == [], said
 
 
 @pytest.mark.sglang

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +12,7 @@ from slime_core.contracts.converter import ConverterDriver
 from slime_core.contracts.driver import DriverConfig
 
 if TYPE_CHECKING:
-    from slime_core.contracts.converter import Converter
+    from slime_core.contracts.converter import Converter, TensorFormat
 
 KEPT = (r"^lm_head$", r"(^|\.)embed_tokens$", r"\.gate$", r"shared_expert_gate$", r"\.eh_proj$", r"shared_head")
 """Head, embedding, routers and what belongs to multi-token prediction's own input and head."""
@@ -44,6 +46,17 @@ class Fp8(ConverterDriver):
         from slime_quantize.schemes import fp8
 
         return QuantizeFolder(fp8(config), config.ignore)
+
+    @classmethod
+    def writes(cls, quantization: Mapping[str, Any]) -> bool:
+        """By block alone: engines take no other weights from a trainer."""
+        return quantization.get("quant_method") == "fp8" and bool(quantization.get("weight_block_size"))
+
+    @classmethod
+    def tensor_format(cls, folder: Path) -> TensorFormat:
+        from slime_quantize.tensors import BlockTensors
+
+        return BlockTensors(folder)
 
 
 class Int4(ConverterDriver):

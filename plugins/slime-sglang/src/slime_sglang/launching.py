@@ -15,6 +15,7 @@ import aiohttp
 
 from slime_core.contracts.engine import EngineSetup
 from slime_core.errors import EngineError
+from slime_core.model_folder import read_model_config
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.plugin import problem_of_devices, server_options
@@ -161,6 +162,9 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) ->
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     else:
         environment[DEVICES] = ",".join(devices)
+        if setup.transport is not None and read_model_config(setup.model_path).get("quantization_config"):
+            # On Blackwell it changes scales after loading to what its kernels want, and would take new ones for such.
+            environment.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
     return environment
 
 

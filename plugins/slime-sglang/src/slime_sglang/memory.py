@@ -30,9 +30,10 @@ class Share:
 
 def engine_memory(config: Any, load: EngineLoad) -> EngineMemory | None:
     """None of servers that somebody else started, and of quantised weights."""
-    if config.external_engine_addrs or getattr(config, "quantization", None):
-        return None
     setup = load.setup
+    quantized = getattr(config, "quantization", None) or read_model_config(setup.model_path).get("quantization_config")
+    if config.external_engine_addrs or quantized:
+        return None
     share = share_of(config, setup)
     given_back = setup.offload and setup.device == "cuda"
     serving = {Moment.ROLLOUT} if given_back else {Moment.ROLLOUT, Moment.SYNC, Moment.ASLEEP}

@@ -216,6 +216,10 @@ def problem_of_experts(config: Any) -> str | None:
     )
 
 
+def is_by_block(quantization: Mapping[str, Any]) -> bool:
+    return quantization.get("quant_method") == "fp8" and bool(quantization.get("weight_block_size"))
+
+
 class Sglang(EngineDriver):
     """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
 
@@ -233,6 +237,7 @@ class Sglang(EngineDriver):
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
 
+    takes_quantized = True
     spans_nodes = True
     flag_aliases: ClassVar[Mapping[str, str]] = {
         "rollout-external-engine-addrs": "external_engine_addrs",
@@ -298,6 +303,22 @@ class Sglang(EngineDriver):
         else:
             problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
         return [problem for problem in problems if problem is not None]
+
+    @classmethod
+    def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+        """Of all schemes SGLang keeps float8 by block as it was loaded; others it rearranges, and loads nothing into them."""
+        asked = getattr(config, "quantization", None)
+        if asked is not None and quantization is None:
+            return [
+                f'engine.quantization = "{asked}": SGLang quantises weights when it starts, and takes no new ones afterwards. '
+                "Leave it out, and say --rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes."
+            ]
+        if quantization is not None and not is_by_block(quantization):
+            return [
+                f"model.rollout_load: its weights are quantised ({quantization.get('quant_method')}) otherwise than in float8 "
+                "by block, and SGLang takes no new ones then. `slime convert MODEL FOLDER --to fp8` makes a folder for it."
+            ]
+        return []
 
     @classmethod
     def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:

@@ -14,7 +14,7 @@ from slime_sglang.option_choices import Choices, NamedLists, constants, literals
 
 OWNED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "model_path": "model.hf_checkpoint",
+        "model_path": "model.hf_checkpoint, or model.rollout_load",
         "tokenizer_path": "model.hf_checkpoint",
         "served_model_name": "model.hf_checkpoint",
         "trust_remote_code": "model.trust_remote_code",

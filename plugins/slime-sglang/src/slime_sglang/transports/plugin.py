@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -94,6 +94,15 @@ class SentDriver(TransportDriver):
         ]
 
     @classmethod
+    def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+        if quantization is None or not config.check_weight_update_equal:
+            return []
+        return [
+            "sync.check_weight_update_equal = true: the engines' weights are quantised, and servers cannot name the parts of "
+            "such. Leave it out."
+        ]
+
+    @classmethod
     def build(cls, config: Any) -> SentTransport:
         from slime_sglang.transports.sent import SentTransport
 
@@ -169,6 +178,15 @@ class Delta(SentDriver):
 
     Config = DeltaConfig
     by_folder: ClassVar[bool] = True
+
+    @classmethod
+    def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+        if quantization is None:
+            return []
+        return [
+            'sync.transport = "delta": deltas are of weights that are not quantised, as those of the engines are. Use '
+            '"ipc", "distributed" or "disk".'
+        ]
 
     @classmethod
     def build_sender(cls, config: Any) -> DeltaSender:

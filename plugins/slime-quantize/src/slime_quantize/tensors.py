@@ -1,0 +1,47 @@
+"""BlockTensors: trained tensors as a folder in float8 by block holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from slime_core.contracts.converter import TensorFormat
+from slime_core.errors import ModelError
+from slime_core.model_folder import read_model_config
+from slime_core.weight_files import shapes_in
+from slime_quantize.plugin import Fp8Config
+from slime_quantize.schemes import fp8
+
+SCALE: Final = "weight_scale_inv"
+
+
+class BlockTensors(TensorFormat):
+    """The folder says which matrices are quantised: those that have scales in it."""
+
+    def __init__(self, folder: Path) -> None:
+        height, width = read_model_config(folder)["quantization_config"]["weight_block_size"]
+        if height != width:
+            raise ModelError(f"{folder}: its blocks are {height} by {width}, and only square ones are known.")
+        names = shapes_in(folder)
+        self._quantized = frozenset(name.removesuffix(SCALE) + "weight" for name in names if name.endswith(f".{SCALE}"))
+        if not self._quantized:
+            raise ModelError(
+                f"{folder}: config.json says that its weights are quantised, but it has no scales ({SCALE})."
+            )
+        self._scheme = fp8(Fp8Config(block_size=height))
+
+    def names(self, name: str) -> Sequence[str]:
+        return (name, name.removesuffix("weight") + SCALE) if name in self._quantized else (name,)
+
+    def converted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name in self._quantized:
+                layer = name.removesuffix("weight")
+                made |= {layer + part: value for part, value in self._scheme.quantized(name, tensor).items()}
+            else:
+                made[name] = tensor
+        return made

@@ -1,0 +1,72 @@
+"""The folder that the policy's engines start from: can weights that are trained reach them, and what must be made of these?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from slime_core import groups
+from slime_core.config.bound import BoundRun, Part, PartSpec
+from slime_core.errors import ConfigError, ModelError
+from slime_core.weight_files import shapes_in
+
+PLAIN: Final = "Leave model.rollout_load out, or name a folder whose weights are not quantised."
+
+
+def converter_for(run: BoundRun, quantization: Mapping[str, Any] | None) -> Part | None:
+    """What makes trained weights into those of the engines' folder, whose `quantization_config` this is; None: they are plain.
+    ConfigError for engines that could not be given new weights."""
+    where = f"{key_of_folder(run)} = {run.engine_folder}: its weights are quantised"
+    if quantization is not None and not run.engine.driver.takes_quantized:
+        raise ConfigError([f'{where}, and engine "{run.engine.name}" takes no such weights from a trainer. {PLAIN}'])
+    assert run.transport is not None
+    problems = [
+        *run.engine.driver.push_problems(run.engine.config, quantization),
+        *run.transport.driver.push_problems(run.transport.config, run.engine.config, quantization),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if quantization is None:
+        return None
+    entries = run.registry.entries(groups.CONVERTERS)
+    for entry in entries:
+        part = PartSpec(group=entry.group, name=f"{entry.dist}/{entry.name}", options={}).resolve(run.registry)
+        if part.driver.writes(quantization):
+            return part
+    method = quantization.get("quant_method", "by a method that config.json does not name")
+    there = ", ".join(sorted(entry.name for entry in entries)) or "none"
+    raise ConfigError(
+        [
+            f"{where} ({method}), and no installed converter ({there}) quantises so what is trained. Name a folder that one "
+            f"made (`slime convert {run.config.model.hf_checkpoint} FOLDER --to NAME`), or install the plugin that made it."
+        ]
+    )
+
+
+def key_of_folder(run: BoundRun) -> str:
+    return "model.hf_checkpoint" if run.config.model.rollout_load is None else "model.rollout_load"
+
+
+def check_folder(run: BoundRun, converter: Part | None) -> None:
+    """ModelError unless everything that the engines start with is replaced by a push: the same tensors, under names and in
+    shapes that the trainer's folder has."""
+    folder, trained = run.engine_folder, Path(run.config.model.hf_checkpoint)
+    there, here = shapes_in(folder), shapes_in(trained)
+    if folder == trained or not there or not here:
+        return
+    made = None if converter is None else converter.driver.tensor_format(folder)
+    sent = {name: shape for own, shape in here.items() for name in ((own,) if made is None else made.names(own))}
+    where = f"{key_of_folder(run)} = {folder}"
+    if unknown := sorted(there.keys() - sent.keys()):
+        raise ModelError(
+            f"{where}: it has {len(unknown)} tensors that {trained} has not, and that a push would leave as they are: "
+            f"{', '.join(unknown[:3])}. Give a folder of the same model."
+        )
+    differing = sorted(name for name, shape in there.items() if name in here and here[name] != shape)
+    if differing:
+        first = differing[0]
+        raise ModelError(
+            f"{where}: another model: {first} has shape {list(there[first])}, in {trained} {list(here[first])}; "
+            f"{len(differing)} tensors differ. Give a folder of the same model."
+        )
