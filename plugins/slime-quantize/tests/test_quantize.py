@@ -180,9 +180,9 @@ def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
 
     format_ = converter("fp8").driver.tensor_format(held)
     found = {}
-    for name, tensor in weights.items():
-        made = format_.converted({name: tensor})
-        assert list(made) == list(format_.names(name))
+    for layer in (list(weights)[:5], list(weights)[5:]):
+        made = format_.converted({name: weights[name] for name in layer})
+        assert list(made) == [part for name in layer for part in format_.names(name)]
         found |= made
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
@@ -190,6 +190,35 @@ def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
         found["model.layers.0.self_attn.o_proj.weight"].dtype == weights["model.layers.0.self_attn.o_proj.weight"].dtype
     )
     assert format_.names(MATRIX) == (MATRIX, MATRIX.replace("weight", "weight_scale_inv"))
+
+
+def test_blocks_are_those_of_compressed_tensors():
+    """With blocks that are cut off, one of zeros, and one whose largest number rounds past the format's."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    from slime_quantize.blocks import BlockScheme
+
+    torch.manual_seed(0)
+    weights = {str(number): torch.randn(40, 56) * 10.0**number for number in range(-3, 4)}
+    weights |= {f"half {number}": tensor.bfloat16() for number, tensor in weights.items()} | {
+        "wide": torch.randn(16, 96)
+    }
+    weights["0"][:16, :16] = 0
+    args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[16, 16], symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    found = BlockScheme(16).of_all(weights)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        rows, columns = weight.shape
+        padded = torch.nn.functional.pad(weight.float(), (0, -columns % 16, 0, -rows % 16))
+        blocks = padded.unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+        scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
+        compressor = BaseCompressor.get_value_from_registry("float-quantized")
+        made = compressor.compress({"weight": weight.float(), "weight_scale": scale}, scheme)
+        assert torch.equal(found[name][1], made["weight_scale"])
+        assert torch.equal(found[name][0].view(torch.uint8), made["weight"].view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from slime_core.contracts.converter import Checksums, Converter, Piece
 from slime_core.errors import ModelError
 from slime_core.model_folder import check_weights, read_model_config
 from slime_core.weight_files import checksum_of, copy_small_files, gather_weights, shapes_in
-from slime_quantize.schemes import Scheme
+from slime_quantize.scheme import Scheme
 
 WEIGHTS: Final = "model.safetensors"
 LAYER: Final = re.compile(r"(^|\.)layers\.\d+\.")
@@ -66,7 +66,7 @@ class QuantizeFolder(Converter):
         if not tensor.isfinite().all():
             raise ModelError(f"{name}: it holds numbers that are not finite, which have no scale.")
         layer = name.removesuffix("weight")
-        return {layer + part: made for part, made in self._scheme.quantized(name, tensor).items()}
+        return {layer + part: made for part, made in self._scheme.quantized(tensor).items()}
 
     def finish(self, source: Path, folders: Mapping[str, Path], target: Path) -> None:
         gather_weights([folder / WEIGHTS for folder in folders.values()], target)

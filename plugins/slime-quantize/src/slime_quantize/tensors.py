@@ -12,8 +12,7 @@ from slime_core.contracts.converter import TensorFormat
 from slime_core.errors import ModelError
 from slime_core.model_folder import read_model_config
 from slime_core.weight_files import shapes_in
-from slime_quantize.plugin import Fp8Config
-from slime_quantize.schemes import fp8
+from slime_quantize.blocks import BlockScheme
 
 SCALE: Final = "weight_scale_inv"
 
@@ -31,17 +30,14 @@ class BlockTensors(TensorFormat):
             raise ModelError(
                 f"{folder}: config.json says that its weights are quantised, but it has no scales ({SCALE})."
             )
-        self._scheme = fp8(Fp8Config(block_size=height))
+        self._scheme = BlockScheme(height)
 
     def names(self, name: str) -> Sequence[str]:
         return (name, name.removesuffix("weight") + SCALE) if name in self._quantized else (name,)
 
     def converted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        pairs = self._scheme.of_all({name: tensor for name, tensor in tensors.items() if name in self._quantized})
         made: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if name in self._quantized:
-                layer = name.removesuffix("weight")
-                made |= {layer + part: value for part, value in self._scheme.quantized(name, tensor).items()}
-            else:
-                made[name] = tensor
+            made |= zip(self.names(name), pairs.get(name, (tensor,)), strict=True)
         return made
