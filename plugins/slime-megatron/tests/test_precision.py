@@ -39,7 +39,7 @@ def step(place, **options):
 
 @pytest.mark.parametrize(
     ("options", "apart"),
-    [({"bf16": True}, 0.06), ({"fp16": True}, 0.02)],
+    [({"bf16": True}, 0.06), ({"fp16": True, "initial_loss_scale": 2.0**12}, 0.02)],
     ids=["bf16", "fp16"],
 )
 def test_gradients_are_near_to_those_in_float32(place, options, apart):
