@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 INDEX: Final = "model.safetensors.index.json"
@@ -65,6 +66,18 @@ def file_of(folder: Path) -> dict[str, Path]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
             found |= dict.fromkeys(opened.keys(), file)
+    return found
+
+
+def dtypes_in(folder: Path) -> dict[str, torch.dtype]:
+    """Of all tensors: in half precision some, biases of routers above all, are float32 beside the others."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.dtype] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            # Mapped, not read.
+            found |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
     return found
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slime_core.config.train import OptimizerConfig
-from slime_core.errors import ConfigError, ModelError
+from slime_core.errors import ConfigError
 from slime_fsdp.optimizer import learning_rate
 
 
@@ -118,28 +118,6 @@ def test_frozen_parameters_stay(options, moves, folders, start, pack, samples, w
 def test_nothing_left_to_train_is_an_error(folders, start):
     with pytest.raises(ConfigError, match="none to train"):
         start(folders("llama"), {"only_train_params_name_list": ["no such name"]})
-
-
-def test_copies(folders, start, pack, samples, sequence_policy):
-    backend = start(folders("qwen3"), copies={"reference": folders("qwen3"), "teacher": folders("llama")})
-    micro = pack(samples)
-
-    def log_probs(name):
-        return backend.score([micro], weights=name)[0].log_probs
-
-    first, teacher = log_probs("reference"), log_probs("teacher")
-    np.testing.assert_array_equal(first, log_probs("actor"))
-    assert np.abs(first - teacher).max() > 0.1
-    backend.train_step([micro], sequence_policy())
-    np.testing.assert_array_equal(first, log_probs("reference"))
-    assert np.abs(first - log_probs("actor")).max() > 1e-3
-    backend.refresh_copy("reference")
-    np.testing.assert_array_equal(log_probs("reference"), log_probs("actor"))
-    np.testing.assert_array_equal(log_probs("teacher"), teacher)
-    with pytest.raises(ModelError, match="another architecture"):
-        backend.refresh_copy("teacher")
-    with pytest.raises(ModelError, match="close match: reference"):
-        log_probs("referense")
 
 
 def test_sleep_and_wake_change_nothing_on_the_cpu(folders, start, pack, samples, sequence_policy):

@@ -109,7 +109,8 @@ def data_parallel(run):
     mesh = init_device_mesh(run.device, (2,))
     whole = uneven(run.device)
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    run.save("gathered", whole=whole, same=gathered(cut), half=gathered(cut, torch.bfloat16))
+    half = gathered(cut, torch.bfloat16, unchanged=("odd",))
+    run.save("gathered", whole=whole, same=gathered(cut), half=half)
     backend.close()
 
 

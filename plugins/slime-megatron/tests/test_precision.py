@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError
 from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_training import ADAM, SPLITS, Place, TrainingBatch, objective_of, opened
+from slime_core.testing.tiny_training import ADAM, MASKED, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
 
 pytestmark = pytest.mark.megatron
@@ -39,7 +39,7 @@ def step(place, **options):
 
 @pytest.mark.parametrize(
     ("options", "apart"),
-    [({"bf16": True}, 0.06), ({"fp16": True, "initial_loss_scale": 2.0**8}, 0.02)],
+    [({"bf16": True}, 0.06), ({"fp16": True, "initial_loss_scale": 2.0**12}, 0.02)],
     ids=["bf16", "fp16"],
 )
 def test_gradients_are_near_to_those_in_float32(place, options, apart):
@@ -106,18 +106,48 @@ def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
         assert moved.round().abs().max() == 1, name
 
 
-def test_a_step_that_is_not_finite_halves_the_loss_scale(place):
+def test_gradients_that_overflow_halve_the_loss_scale(place):
+    """No weight moves until they fit."""
     training = TrainingBatch.make()
-    with opened(backend(fp16=True, initial_loss_scale=2.0**10, hysteresis=1), place) as one:
+    with opened(backend(fp16=True, initial_loss_scale=2.0**20, hysteresis=1), place) as one:
         scale = one.backend._trainer.optimizer.get_loss_scale
         before = one.weights()
-        assert float(scale()) == 2.0**10
-        report = one.backend.train_step(training.micros(), objective_of(poison=math.inf))
-        assert report.skipped
-        assert float(scale()) == 2.0**9
+        expected = 2.0**20
+        assert float(scale()) == expected
+        while one.backend.train_step(training.micros(), objective_of()).skipped:
+            expected /= 2
+            assert float(scale()) == expected
+            assert all(torch.equal(tensor, before[name]) for name, tensor in one.weights().items())
+        # What a mean over tokens bears: no logit has a larger gradient than its token's share.
+        assert 2.0**14 <= expected < 2.0**20
+        assert float(scale()) == expected
+
+
+def test_a_loss_that_is_not_finite_leaves_the_loss_scale(place):
+    """Which it was computed without: a smaller one mends nothing."""
+    training = TrainingBatch.make()
+    with opened(backend(fp16=True, initial_loss_scale=2.0**10, hysteresis=1), place) as one:
+        before = one.weights()
+        assert one.backend.train_step(training.micros(), objective_of(poison=math.inf)).skipped
         assert all(torch.equal(tensor, before[name]) for name, tensor in one.weights().items())
+        assert float(one.backend._trainer.optimizer.get_loss_scale()) == 2.0**10
         assert not one.backend.train_step(training.micros(), objective_of()).skipped
-        assert float(scale()) == 2.0**9
+
+
+def test_tokens_that_are_not_trained_leave_the_loss_scale_alone(place):
+    """Gradients are as large as those of the loss, times the scale, however long the prompts are: ten times the tokens here."""
+    training = TrainingBatch.make()
+    prompts = ((MASKED,),) * 64
+    norms = []
+    for more in ((), prompts):
+        with opened(backend(fp16=True, loss_scale=2.0**8), place) as one:
+            report = one.backend.train_step(training.micros(WHOLE + more), objective_of())
+        assert not report.skipped
+        norms.append(report.grad_norm)
+    assert norms[0] == norms[1]
+    with opened(backend(), place) as one:
+        expected = one.backend.train_step(training.micros(), objective_of()).grad_norm
+    assert norms[0] == pytest.approx(expected, rel=0.01)
 
 
 def test_moments_in_bfloat16(place):

@@ -29,6 +29,7 @@ from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
 from slime_fsdp.adapters import copy_trained, replaced, values_without_effect
+from slime_fsdp.architecture import differences
 from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.folder import ModelFolder, open_folder
@@ -301,6 +302,8 @@ class FsdpBackend(TrainBackend):
         manifest = checkpoint.read_manifest(folder)
         for name in manifest.copies:
             self._check_copy(name)
+            if name in trainer.copies:
+                self._require_architecture(name)
         checkpoint.read(folder, manifest, self._tensors(manifest.copies), trainer.ranks)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
@@ -331,13 +334,24 @@ class FsdpBackend(TrainBackend):
         if name in trainer.adapter_copies:
             copy_trained(trainer.model.model, trainer.adapter_copies[name])
         else:
-            copy = trainer.copies[name]
-            if base_shapes(copy) != base_shapes(trainer.model):
-                raise ModelError(
-                    f'weights "{name}": another architecture than the trained one, so it cannot be refreshed.'
-                )
-            copy_weights(trainer.model, copy)
+            self._require_architecture(name)
+            copy_weights(trainer.model, trainer.copies[name])
         trainer.refreshed.add(name)
+
+    def _require_architecture(self, name: str) -> None:
+        """A copy has a model of its own, which turns positions and norms as its folder says: trained weights would compute
+        other log-probs in it."""
+        trainer = self._ready
+        copy = trainer.copies[name]
+        found = differences(trainer.model.model.config, copy.model.config)
+        if base_shapes(copy) != base_shapes(trainer.model):
+            found.append("shapes of weights")
+        if found:
+            raise ModelError(
+                f'weights "{name}": {trainer.setup.copies[name]} has another architecture than the trained model '
+                f"{trainer.folder.path} ({', '.join(found)}), so it cannot take its weights. Leave "
+                "train.ref_update_interval out, or give a copy that has the same in its config.json."
+            )
 
     def sleep(self, keep_weights: bool = False) -> None:
         if self._moves():

@@ -35,13 +35,14 @@ LAYER = re.compile(r"^.*?\.\d+\.")
 
 def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
     """The model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters come as
-    `dtype`, buffers as they are."""
+    `dtype`, the few that the folder has in float32 as such, buffers as they are."""
     parameters = {base_name(name) for name in packed.parameter_names}
     for layer in merged_layers(packed, keep=keep, dtype=dtype if packed.adapters is None else None):
         if layer is None:
             yield None
             continue
-        stored = {name: tensor.to(dtype) if name in parameters else tensor for name, tensor in layer.items()}
+        dtypes = dict.fromkeys(parameters, dtype) | dict.fromkeys(packed.wide, torch.float32)
+        stored = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in layer.items()}
         yield stored if packed.is_as_in_files else revert_weight_conversion(packed.model, stored)
 
 
@@ -52,7 +53,7 @@ def merged_layers(
     sharded ones, before they are gathered."""
     tensors = packed.tensors()
     for _, names in groupby(packed.weight_names, key=layer_of):
-        layer = gathered({name: tensors[name] for name in names}, dtype)
+        layer = gathered({name: tensors[name] for name in names}, dtype, unchanged=packed.wide)
         if keep and packed.adapters is not None:
             layer = packed.adapters.merge(layer)
         yield layer if keep else None
@@ -104,8 +105,8 @@ def layer_of(name: str) -> str:
 
 
 def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, group: dist.ProcessGroup | None) -> None:
-    """What transformers' from_pretrained reads, in the source's dtype, with adapters merged; and in adapter/ what peft
-    reads. All ranks of `group` call (None: there is one)."""
+    """What transformers' from_pretrained reads, parameters in the dtype of the source's, with adapters merged; and in adapter/
+    what peft reads. All ranks of `group` call (None: there is one)."""
     if packed.adapters is not None:
         write_adapter(packed, packed.adapters, target / "adapter", group)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
 from slime_core.model_folder import check_weights
+from slime_core.weight_files import dtypes_in
 from slime_fsdp.attention import PACKED
 from slime_fsdp.plugin import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
 
@@ -41,9 +43,19 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights on disk are stored in."""
+        """What config.json says of the weights on disk, most of them."""
         found = self.config.dtype
         return found if isinstance(found, torch.dtype) else torch.float32
+
+    @cached_property
+    def wide(self) -> frozenset[str]:
+        """Of a folder in half precision the few tensors that it has in float32, as gates and biases of routers."""
+        if self.dtype.itemsize >= torch.float32.itemsize:
+            return frozenset()
+        dtypes = dtypes_in(self.path)
+        found = frozenset(name for name, dtype in dtypes.items() if dtype == torch.float32)
+        # Else its config.json does not say what it is in.
+        return found if 2 * len(found) < len(dtypes) else frozenset()
 
     @property
     def sees_images(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ from slime_core.training.joint_gather import gather_jointly
 
 # Without it each part of a tensor would go through an autograd function on the host.
 @torch.no_grad()
-def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def gathered(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, *, unchanged: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Those that FSDP has cut along dim 0 as they are on every rank together, the others as they are here. All ranks call, with
-    the same names. `dtype`: what the cut ones become before they travel."""
-    cut: dict[torch.dtype, dict[str, DTensor]] = {}
+    the same names. `dtype`: what the cut ones become before they travel, but for those that are `unchanged`."""
+    cut: dict[tuple[torch.dtype, torch.dtype | None], dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            cut.setdefault(tensor.dtype, {})[name] = tensor
-    joint = {name: tensor for alike in cut.values() for name, tensor in joined(alike, dtype)}
+            cut.setdefault((tensor.dtype, None if name in unchanged else dtype), {})[name] = tensor
+    joint = {name: tensor for (_, told), alike in cut.items() for name, tensor in joined(alike, told)}
     return {name: joint[name] if name in joint else tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -13,11 +13,12 @@ from transformers.modeling_utils import PreTrainedModel
 from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_core.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
 from slime_core.training.rounded_adamw import STORED
-from slime_fsdp.adapters import is_trained_with_adapters
+from slime_fsdp.adapters import base_name, is_trained_with_adapters
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
 from slime_fsdp.plugin import FsdpConfig
 from slime_fsdp.sharding import Sharding
+from slime_fsdp.wide_weights import wide_weights
 
 STEPPING = frozenset({Moment.REDUCE, Moment.STEP})
 BACKWARD = frozenset({Moment.LOSS, Moment.BACKWARD})
@@ -64,12 +65,14 @@ def parameters_of(
     main = STORED[config.main_params_dtype]
     placement = Placement(device=torch.device("meta"), mesh=None, compute_dtype=sharding.compute, cpu_offload=False)
     frozen = frozen_dtype(folder, placement, main, trained=True, adapters=config.trains_adapters)
+    wide = wide_weights(model, folder)
     for name, parameter in model.named_parameters():
-        trained = is_trained_with_adapters(name) if config.trains_adapters else is_trained(name, config)
+        trained = is_trained(name, parameter, config)
+        untrained = torch.float32 if base_name(name) in wide else frozen
         yield Held(
             whole=parameter.numel(),
             shard=shard_of(parameter, sharding.world_size),
-            dtype=main if trained else frozen,
+            dtype=main if trained else untrained,
             trained=trained,
             in_layer=id(parameter) in in_layers,
         )
@@ -117,8 +120,12 @@ def copies(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, model: Pre
             size = 4 * sum(shard_of(parameter, sharding.world_size) for parameter in adapters)
         else:
             folder = open_folder(path, trust_remote_code=setup.trust_remote_code, weights=False)
-            parameters = folder.empty_model("sdpa").parameters()
-            size = sum(shard_of(parameter, sharding.world_size) for parameter in parameters) * sharding.compute.itemsize
+            frozen = folder.empty_model("sdpa")
+            wide, element = wide_weights(frozen, folder), sharding.compute.itemsize
+            size = sum(
+                shard_of(parameter, sharding.world_size) * (4 if name in wide else element)
+                for name, parameter in frozen.named_parameters()
+            )
         yield MemoryLine(
             component=f"copy: {name}", num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=place_of(sharding)
         )

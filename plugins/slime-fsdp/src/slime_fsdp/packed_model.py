@@ -6,7 +6,7 @@ Legend: N tokens, T response tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,13 +30,14 @@ from slime_core.training.head import EntropyMode, chunk_positions
 from slime_core.training.rounded_adamw import STORED
 from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
-from slime_fsdp.adapters import Adapters, is_trained_with_adapters
+from slime_fsdp.adapters import Adapters, base_name, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_nets
 from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
 from slime_fsdp.vision import hidden_states
+from slime_fsdp.wide_weights import wide_weights
 
 BRING_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of torch's operations that gather sharded weights."""
@@ -62,8 +63,9 @@ class PackedModel(nn.Module):
         adapters: Adapters | None = None,
         true_on_policy: bool = False,
         fused_head: bool = False,
+        wide: frozenset[str] = frozenset(),
     ) -> None:
-        """`fused_head`: see `Head.fuse`."""
+        """`fused_head`: see `Head.fuse`. `wide`: see `wide_weights`."""
         super().__init__()
         self.model = model
         self.adapters = adapters
@@ -71,6 +73,7 @@ class PackedModel(nn.Module):
         self.log_probs_chunk_size = log_probs_chunk_size
         self.true_on_policy = true_on_policy
         self.fused_head = fused_head
+        self.wide = wide
 
     @property
     def has_delta_nets(self) -> bool:
@@ -197,9 +200,11 @@ def build_model(
         adapters = with_adapters(model, folder, config, seed) if wants_adapters else None
     pack_delta_nets(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained and is_trained(name, config))
+        parameter.requires_grad_(trained and is_trained(name, parameter, config))
     kept = STORED[config.main_params_dtype] if trained else torch.float32
-    store_parameters(model, kept, frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters))
+    wide = wide_weights(model, folder)
+    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters)
+    store_parameters(model, kept, frozen, wide)
     if placement.true_on_policy:
         if delta_nets(model):
             raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
@@ -213,6 +218,7 @@ def build_model(
         adapters=adapters,
         true_on_policy=placement.true_on_policy,
         fused_head=config.compile,
+        wide=wide,
     )
     layers = decoder_layers(model)
     if trained and config.gradient_checkpointing:
@@ -256,15 +262,21 @@ def frozen_dtype(
     return kept
 
 
-def store_parameters(model: PreTrainedModel, trained: torch.dtype, frozen: torch.dtype) -> None:
-    """Parameters only: buffers such as rotary frequencies keep their own precision."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(trained if parameter.requires_grad else frozen)
+def store_parameters(model: PreTrainedModel, trained: torch.dtype, frozen: torch.dtype, wide: Collection[str]) -> None:
+    """Parameters only: buffers such as rotary frequencies keep their own precision. `wide`: stay float32 where they are
+    frozen; FSDP wants one dtype of all that it trains."""
+    for name, parameter in model.named_parameters():
+        untrained = torch.float32 if base_name(name) in wide else frozen
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else untrained)
 
 
-def is_trained(name: str, config: FsdpConfig) -> bool:
+def is_trained(name: str, parameter: nn.Parameter, config: FsdpConfig) -> bool:
+    """Of a model as transformers or peft has made it."""
     if config.trains_adapters:
         return is_trained_with_adapters(name)
+    if not parameter.requires_grad:
+        # Biases of routers, which no loss has a gradient of.
+        return False
     only = config.only_train_params_name_list
     wanted = not only or any(re.search(pattern, name) for pattern in only)
     return wanted and not any(re.search(pattern, name) for pattern in config.freeze_params_name_list)

@@ -39,6 +39,7 @@ from slime_megatron.expert_counts import biases_of
 from slime_megatron.optimizer import set_step
 from slime_megatron.plugin import MegatronOptions
 from slime_megatron.prediction import bring_embedding, drop_embedding
+from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_megatron.work import Work, prepared
@@ -130,9 +131,10 @@ class MegatronBackend(TrainBackend):
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
         works = [prepared(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
-        # Megatron divides gradients by the step's tokens: the objective, which already is a sum over its own
-        # denominator, is multiplied by them, and auxiliary losses of Megatron's own become means over tokens.
+        # Losses are divided by the step's tokens, so that auxiliary ones of Megatron's own become means over them: the
+        # objective, which already is a sum over its own denominator, is multiplied by them.
         tokens = self._over_ranks([work.num_tokens for work in works])
+        scale_losses(trainer.config, trainer.optimizer, tokens)
         targets = self._targets_ahead(works)
 
         def finish(

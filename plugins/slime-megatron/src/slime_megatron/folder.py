@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from slime_core.errors import ModelError
 from slime_core.model_folder import check_weights
-from slime_core.weight_files import file_of, shapes_in
+from slime_core.weight_files import dtypes_in, file_of, shapes_in
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.plugin import Family
 from slime_megatron.plugin import BRIDGES, family_problems
@@ -41,13 +41,7 @@ class ModelFolder:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What each tensor is stored in: in half precision the biases of routers are float32 beside the others."""
-        found: dict[str, torch.dtype] = {}
-        for file in sorted(set(self.files.values())):
-            with safe_open(file, framework="pt") as opened:
-                # Mapped, not read.
-                found |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
-        return found
+        return dtypes_in(self.path)
 
     @property
     def dtype(self) -> torch.dtype:

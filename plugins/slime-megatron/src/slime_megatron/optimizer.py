@@ -35,7 +35,7 @@ def make_optimizer(
         raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
     fields: dict[str, Any] = {
         "sgd_momentum": 0.0,
-        # Megatron starts at 2**32 and would skip a score of steps.
+        # Megatron starts at 2**32 and would skip a dozen steps.
         "initial_loss_scale": 2.0**16,
         **megatron_options(options, OPTIMIZER),
         "optimizer": config.optimizer,

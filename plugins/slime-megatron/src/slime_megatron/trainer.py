@@ -10,7 +10,6 @@ from typing import Any
 from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
-    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -33,6 +32,7 @@ from slime_megatron.plugin import Megatron, MegatronOptions, megatron_options
 from slime_megatron.process import Ranks, join
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.routing import Routing
+from slime_megatron.scaling import finish_gradients
 from slime_megatron.transformer_engine import mend_absence
 from slime_megatron.weights import WeightTable, local_tensors
 
@@ -128,9 +128,7 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
 def connect(trainer: Trainer) -> None:
     """What Megatron's schedules call."""
     config = trainer.config
-    config.finalize_model_grads_func = finalize_model_grads
-    if trainer.placement.dtype == torch.float16:
-        config.grad_scale_func = trainer.optimizer.scale_loss
+    config.finalize_model_grads_func = finish_gradients
     if trainer.chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in trainer.chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

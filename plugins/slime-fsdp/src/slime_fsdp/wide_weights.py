@@ -1,0 +1,24 @@
+"""Which of a model's parameters its folder has in float32, though it is in half precision."""
+
+from __future__ import annotations
+
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import PreTrainedModel
+
+from slime_core.training.file_form import is_as_in_files
+from slime_fsdp.adapters import base_name
+from slime_fsdp.folder import ModelFolder
+
+
+def wide_weights(model: PreTrainedModel, folder: ModelFolder) -> frozenset[str]:
+    """Names of parameters in the base model; tied ones under each of theirs."""
+    if not folder.wide:
+        return frozenset()
+    parameters = {base_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    if is_as_in_files(model):
+        return folder.wide & parameters.keys()
+    return frozenset(
+        name
+        for name, tensor in parameters.items()
+        if revert_weight_conversion(model, {name: tensor.to("meta")}).keys() <= folder.wide
+    )
