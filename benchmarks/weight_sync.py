@@ -12,6 +12,7 @@ from --trainer-ranks ranks (megatron: tensor-parallel ones) and converts. Betwee
 changes, which is what `delta` has to send. With transport ipc the server stands on the trainer's devices, with the others
 behind them (disk and delta beside the trainer where there is no device left; leave it room: --engine
 '{"mem_fraction_static": 0.3}').
+--to fp8: the server starts from what `slime convert --to fp8` makes, and tensors are rounded in its blocks on their way.
 `copy_gb_s` is what one copy of 1 GiB reaches: on the device (ipc), to the next device (distributed), to the host (disk
 and delta). One JSON line for each case, the median of --repeats after one push that is not counted.
 """
@@ -27,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_core import groups
+from slime_core.config.bound import Part, PartSpec
 from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import TrainerSetup
 from slime_core.contracts.engine import EngineSetup, RolloutEngine
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.convert import convert
 from slime_core.registry import Registry, bind
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_core.workers.engine_format import converted
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
@@ -129,6 +134,7 @@ class Rank:
         # A sender has to set NCCL's switches before the backend's group is there, as in a trainer's process.
         self._senders = {case: sender_of(*case) for case in cases(asked)}
         self._source = Source(asked, model, rank, port)
+        self._format = None if asked.to is None else converter_of(asked.to).driver.tensor_format(engine_folder(model))
         self._setup = {"rank": rank, "world_size": asked.trainer_ranks, "device": asked.device, "model_path": model}
         self._sender: Any = None
 
@@ -140,8 +146,12 @@ class Rank:
         self._source.change()
 
     def send(self, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
-        report: SentReport = self._sender.send(self._source.export, version, engines)
+        report: SentReport = self._sender.send(self._export, version, engines)
         return report
+
+    def _export(self, *, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+        layers = self._source.export(everywhere=everywhere)
+        return layers if self._format is None else map(partial(converted, self._format), layers)
 
     def end(self) -> None:
         self._sender.close()
@@ -200,6 +210,14 @@ class Engines:
 
     async def each(self, method: str, *given: Any) -> list[Any]:
         return [await getattr(self._engine, method)(*given)]
+
+
+def converter_of(name: str) -> Part:
+    return PartSpec(group=groups.CONVERTERS, name=name, options={}).resolve(Registry())
+
+
+def engine_folder(model: Path) -> Path:
+    return model.with_name("model-of-engines")
 
 
 def driver_of(name: str) -> Any:
@@ -265,7 +283,7 @@ async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocat
     index = 0 if colocated or asked.device == "cpu" else -(-asked.trainer_ranks // asked.engine_ranks)
     setup = EngineSetup(
         index=index,
-        model_path=folder / "model",
+        model_path=folder / "model" if asked.to is None else engine_folder(folder / "model"),
         device=asked.device,
         seed=0,
         max_context_len=512,
@@ -318,6 +336,7 @@ def show(
             {
                 "shape": asked.shape,
                 "source": asked.source,
+                "to": asked.to,
                 "trainer_ranks": asked.trainer_ranks,
                 "engine_ranks": asked.engine_ranks,
                 "transport": transport,
@@ -347,6 +366,7 @@ def main() -> None:
     parser.add_argument("--trainer-ranks", type=int, default=1)
     parser.add_argument("--engine-ranks", type=int, default=1, help="devices of the engine (tensor parallel)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--to", help="format of the engine's weights, by the name of a converter")
     parser.add_argument("--engine", type=json.loads, default={}, help="the engine's options as JSON")
     asked = parser.parse_args()
     if asked.source == "whole" and asked.trainer_ranks > 1:
@@ -354,6 +374,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", asked.shape, asked.device)
+        if asked.to is not None:
+            convert(
+                converter_of(asked.to),
+                folder / "model",
+                engine_folder(folder / "model"),
+                workers=1,
+                tell=lambda *told: None,
+            )
         ranks = Ranks(asked, folder / "model")
         try:
             # One server for what is colocated, one for the rest.
