@@ -14,9 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_core import groups
-from slime_core.config.bound import PartSpec
-from slime_core.registry import Registry
+from slime_core.testing.converted_folder import converted_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,16 +101,7 @@ MISMATCH = "train/train_rollout_logprob_abs_diff"
 
 
 def convert(source: Path, target: Path) -> Mapping[str, Tensor]:
-    """What `slime convert source target --to fp8` does, in this process."""
-    named = PartSpec(group=groups.CONVERTERS, name="fp8", options={"block_size": 16})
-    converter = named.resolve(Registry()).build()
-    (piece,) = converter.pieces(source)
-    parts = target.parent / f"{target.name}.parts"
-    parts.mkdir()
-    target.mkdir()
-    converter.write(source, piece, parts)
-    converter.finish(source, {piece.name: parts}, target)
-    (file,) = target.glob("*.safetensors")
+    (file,) = converted_folder(source, target, "fp8", block_size=16).glob("*.safetensors")
     return load_file(file)
 
 

@@ -122,7 +122,7 @@ def test_a_critic_is_a_second_row(ppo, tmp_path):
 
 def test_only_the_policys_ranks_send_weights(ppo, tmp_path):
     run = ppo()
-    materials = SimpleNamespace(num_rollout=1)
+    materials = SimpleNamespace(num_rollout=1, converter=None)
     sent = {
         role.name: [spec.transport for spec in worker_specs(run, role, materials, None, "cpu", tmp_path)]
         for role in run.roles

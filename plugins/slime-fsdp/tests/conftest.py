@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -276,7 +277,15 @@ def pack_fixture():
 
 @pytest.fixture(name="start")
 def start_fixture():
-    return start
+    """`start`, closed behind the test: a process group would be in the next one's way."""
+    with contextlib.ExitStack() as stack:
+
+        def started(*args, **setup):
+            backend = start(*args, **setup)
+            stack.callback(backend.close)
+            return backend
+
+        yield started
 
 
 @pytest.fixture(name="weights_of")

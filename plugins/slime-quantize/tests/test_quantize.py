@@ -12,6 +12,7 @@ from slime_core.config.bound import PartSpec
 from slime_core.convert import convert
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
+from slime_core.testing.converted_folder import converted_folder
 from slime_core.testing.tiny_model import make_tiny_model
 from slime_core.weight_files import file_of
 
@@ -30,15 +31,7 @@ def model(tmp_path_factory):
 
 def quantized(model, folder, name, **options):
     """In this process; the kernel's own part is tried in test_by_the_command."""
-    made = converter(name, **options).build()
-    (piece,) = made.pieces(model)
-    parts, target = folder / "piece", folder / "target"
-    parts.mkdir()
-    target.mkdir()
-    written = made.write(model, piece, parts)
-    made.finish(model, {piece.name: parts}, target)
-    assert made.read_back(model, piece, target) == written
-    return target
+    return converted_folder(model, folder / "target", name, **options)
 
 
 def tensors(folder):

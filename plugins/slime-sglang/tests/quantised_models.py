@@ -10,7 +10,7 @@ from pathlib import Path
 import spread_models
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed import initialize_model_parallel
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.models.deepseek_v2 import DeepseekV3ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from slime_core import groups
 from slime_core.config.bound import PartSpec
 from slime_core.registry import Registry
+from slime_core.testing.converted_folder import converted_folder
 from slime_sglang.transports.flat import flat_buckets
 
 BLOCK = 8
@@ -34,15 +35,7 @@ LAYOUTS = {
 
 
 def converted(source, target):
-    named = PartSpec(group=groups.CONVERTERS, name="fp8", options={"block_size": BLOCK})
-    converter = named.resolve(Registry()).build()
-    (piece,) = converter.pieces(source)
-    parts = target.with_suffix(".parts")
-    parts.mkdir()
-    target.mkdir()
-    converter.write(source, piece, parts)
-    converter.finish(source, {piece.name: parts}, target)
-    (file,) = target.glob("*.safetensors")
+    (file,) = converted_folder(source, target, "fp8", block_size=BLOCK).glob("*.safetensors")
     return load_file(file)
 
 
@@ -90,11 +83,7 @@ def bits(tensor):
 
 def main():
     folder = Path(sys.argv[1])
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.bfloat16)
-    init_distributed_environment(
-        world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{folder / 'meeting'}"
-    )
+    spread_models.meet(folder)
     with get_context().override_server_args(device="cpu", model_path="none", disable_shared_experts_fusion=True):
         initialize_model_parallel(backend="gloo")
         for name, layout in LAYOUTS.items():

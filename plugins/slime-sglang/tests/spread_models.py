@@ -236,13 +236,18 @@ def play(layout, folder):
     return {"differences": first, "changed": found, "whole": whole, "delta": delta, "refused": refusal(models)}
 
 
-def main():
-    folder = Path(sys.argv[1])
+def meet(folder):
+    """This process alone."""
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.bfloat16)
     init_distributed_environment(
         world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=f"file://{folder / 'meeting'}"
     )
+
+
+def main():
+    folder = Path(sys.argv[1])
+    meet(folder)
     for name, layout in LAYOUTS.items():
         places = locations(layout.moved) if layout.moved else None
         set_global_expert_location_metadata(places, allow_overwrite=True)
