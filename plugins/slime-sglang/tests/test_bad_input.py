@@ -7,9 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_sglang import FakeSglang
+
+from slime_sglang.plugin import Sglang
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc, SentConfig
 
 SLIME = Path(sys.executable).with_name("slime")
 
@@ -112,47 +116,44 @@ def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize(
-    ("quantization", "words", "says"),
-    [
-        (
-            None,
-            ["--sglang-quantization", "fp8"],
-            ['engine.quantization = "fp8": SGLang quantises', "--rollout-load FOLDER"],
-        ),
-        (
-            {"quant_method": "compressed-tensors"},
-            [],
-            ["its weights are quantised (compressed-tensors) otherwise", "`slime convert MODEL FOLDER --to fp8`"],
-        ),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            ["--transport", "delta", "--check-weight-update-equal"],
-            ['sync.transport = "delta": deltas are of weights that are not quantised'],
-        ),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            ["--transport", "disk", "--check-weight-update-equal"],
-            ["sync.check_weight_update_equal = true: the engines' weights are quantised"],
-        ),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-            [],
-            ["config.json says that its weights are quantised, but it has no scales (weight_scale_inv)"],
-        ),
-    ],
-    ids=["by SGLang", "another way", "deltas", "compared", "no scales"],
-)
-def test_quantised_weights_that_could_not_be_pushed(run_file, tiny, tmp_path, quantization, words, says):
+def test_weights_that_sglang_quantises_are_not_trained(run_file, tmp_path):
+    said = slime(run_file, tmp_path, "--sglang-quantization", "fp8", "--dry-run", code=2)
+    assert 'engine.quantization = "fp8": SGLang quantises weights when it starts, and takes no new ones' in said
+    assert "--rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes" in said
+
+
+@pytest.mark.sglang
+def test_a_folder_that_only_says_that_it_is_quantised(run_file, tiny, tmp_path):
     folder = tmp_path / "quantised"
     shutil.copytree(tiny, folder)
-    if quantization is not None:
-        config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
-        (folder / "config.json").write_text(json.dumps(config))
-        words = [*words, "--rollout-load", str(folder)]
-    code = 3 if "no scales" in says[0] else 2
-    said = slime(run_file, tmp_path, *words, "--dry-run", code=code)
-    assert [text for text in says if text not in said] == [], said
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": BY_BLOCK}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = slime(run_file, tmp_path, "--rollout-load", str(folder), "--dry-run", code=3)
+    assert "config.json says that its weights are quantised, but it has no scales (weight_scale_inv)" in said
+
+
+BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_which_quantised_weights_can_be_pushed():
+    server = SimpleNamespace(quantization=None)
+    assert Sglang.push_problems(server, BY_BLOCK) == Sglang.push_problems(server, None) == []
+    assert Sglang.push_problems(SimpleNamespace(quantization="fp8"), BY_BLOCK) == []
+    for other in ({"quant_method": "compressed-tensors"}, {"quant_method": "fp8"}):
+        (problem,) = Sglang.push_problems(server, other)
+        assert f"({other['quant_method']}) otherwise than in float8 by block" in problem
+        assert "`slime convert MODEL FOLDER --to fp8`" in problem
+
+
+def test_what_transports_do_with_quantised_weights():
+    plain, checked = (SentConfig(check_weight_update_equal=equal) for equal in (False, True))
+    for transport in (Ipc, Distributed, Disk):
+        assert transport.push_problems(plain, None, BY_BLOCK) == transport.push_problems(checked, None, None) == []
+        (problem,) = transport.push_problems(checked, None, BY_BLOCK)
+        assert "sync.check_weight_update_equal = true: the engines' weights are quantised" in problem
+    assert Delta.push_problems(plain, None, None) == []
+    (problem,) = Delta.push_problems(plain, None, BY_BLOCK)
+    assert 'sync.transport = "delta": deltas are of weights that are not quantised' in problem
 
 
 @pytest.mark.sglang
