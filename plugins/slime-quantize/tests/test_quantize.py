@@ -223,6 +223,17 @@ def test_which_folders_can_be_trained_for(model, tmp_path, name, options, writes
     assert [converter(known).driver.writes(made) for known in ("fp8", "int4")] == [writes, False]
 
 
+def test_a_folder_that_only_says_that_it_is_quantized(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    known = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": known}))
+    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    with pytest.raises(
+        ModelError, match=r"says that its weights are quantised, but it has no scales \(weight_scale_inv\)"
+    ):
+        converter("fp8").driver.tensor_format(tmp_path)
+
+
 def test_blocks_that_are_not_square(model, tmp_path):
     made = quantized(model, tmp_path, "fp8", block_size=20)
     config = json.loads((made / "config.json").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -115,23 +114,6 @@ def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
     assert "rollout.rollout_max_context_len" in said
 
 
-@pytest.mark.sglang
-def test_weights_that_sglang_quantises_are_not_trained(run_file, tmp_path):
-    said = slime(run_file, tmp_path, "--sglang-quantization", "fp8", "--dry-run", code=2)
-    assert 'engine.quantization = "fp8": SGLang quantises weights when it starts, and takes no new ones' in said
-    assert "--rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes" in said
-
-
-@pytest.mark.sglang
-def test_a_folder_that_only_says_that_it_is_quantised(run_file, tiny, tmp_path):
-    folder = tmp_path / "quantised"
-    shutil.copytree(tiny, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": BY_BLOCK}
-    (folder / "config.json").write_text(json.dumps(config))
-    said = slime(run_file, tmp_path, "--rollout-load", str(folder), "--dry-run", code=3)
-    assert "config.json says that its weights are quantised, but it has no scales (weight_scale_inv)" in said
-
-
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -139,6 +121,9 @@ def test_which_quantised_weights_can_be_pushed():
     server = SimpleNamespace(quantization=None)
     assert Sglang.push_problems(server, BY_BLOCK) == Sglang.push_problems(server, None) == []
     assert Sglang.push_problems(SimpleNamespace(quantization="fp8"), BY_BLOCK) == []
+    (problem,) = Sglang.push_problems(SimpleNamespace(quantization="fp8"), None)
+    assert 'engine.quantization = "fp8": SGLang quantises weights when it starts, and takes no new ones' in problem
+    assert "--rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes" in problem
     for other in ({"quant_method": "compressed-tensors"}, {"quant_method": "fp8"}):
         (problem,) = Sglang.push_problems(server, other)
         assert f"({other['quant_method']}) otherwise than in float8 by block" in problem

@@ -1,6 +1,7 @@
 """The check of pushed weights on SGLang's own models, as each rank of a server builds and loads them. Nothing wrong is found in
 what was loaded; and one changed element of any parameter of any rank is found, by the name that files have for it."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -23,17 +24,31 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("spread")
-    script = Path(__file__).with_name("spread_models.py")
+def told(tmp_path_factory):
+    """The folder of each script and what it printed; both run at the same time, on a core each."""
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    run = subprocess.run(
-        [sys.executable, script, folder], env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert [answer["layout"] for answer in found] == list(LAYOUTS)
-    return folder, {answer["layout"]: answer for answer in found}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("spread_models", "quantised_models")}
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for name, folder in folders.items():
+            command = [sys.executable, Path(__file__).with_name(f"{name}.py"), folder]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+            running[name] = stack.enter_context(process)
+            stack.callback(process.kill)
+        found = {}
+        for name, process in running.items():
+            out, err = process.communicate(timeout=400)
+            assert process.returncode == 0, err[-4000:]
+            lines = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+            found[name] = folders[name], {answer["layout"]: answer for answer in lines}
+        yield found
+
+
+@pytest.fixture(scope="module")
+def played(told):
+    assert list(told["spread_models"][1]) == list(LAYOUTS)
+    return told["spread_models"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,3 +83,13 @@ def test_the_checksum_of_latent_attention_is_that_of_its_files(played):
     # This one SGLang keeps in float32, as DeepSeek's files do.
     tensors = {name: tensor.float() if "correction_bias" in name else tensor for name, tensor in tensors.items()}
     assert answers["latent-whole"]["whole"] == checksum_of(tensors)
+
+
+def test_a_push_in_float8_leaves_what_the_converted_folder_would(told):
+    """Of stacked matrices, experts on two ranks and latent attention; the second load of each model."""
+    _, answers = told["quantised_models"]
+    assert list(answers) == ["dense", "experts-spread", "latent"]
+    for layout, answer in answers.items():
+        assert answer["wrong"] == [], layout
+        # Of two ranks and two layers.
+        assert answer["float8"] >= 16, layout
