@@ -4,31 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from slime_core import groups
 from slime_core.config.bound import BoundRun, Part, PartSpec
 from slime_core.errors import ConfigError, ModelError
+from slime_core.model_folder import read_model_config
 from slime_core.weight_files import shapes_in
 
-PLAIN: Final = "Leave model.rollout_load out, or name a folder whose weights are not quantised."
+
+def converter_for(run: BoundRun) -> Part | None:
+    """What makes trained weights into those of the engines' folder; None: they are as they are trained. ConfigError for engines
+    that could not be given new weights, ModelError for a folder of another model."""
+    config = read_model_config(run.engine_folder, where=key_of_folder(run))
+    quantization: Mapping[str, Any] | None = config.get("quantization_config")
+    check_drivers(run, quantization)
+    converter = None if quantization is None else converter_of(run, quantization)
+    check_tensors(run, converter)
+    return converter
 
 
-def converter_for(run: BoundRun, quantization: Mapping[str, Any] | None) -> Part | None:
-    """What makes trained weights into those of the engines' folder, whose `quantization_config` this is; None: they are plain.
-    ConfigError for engines that could not be given new weights."""
-    where = f"{key_of_folder(run)} = {run.engine_folder}: its weights are quantised"
-    if quantization is not None and not run.engine.driver.takes_quantized:
-        raise ConfigError([f'{where}, and engine "{run.engine.name}" takes no such weights from a trainer. {PLAIN}'])
-    assert run.transport is not None
-    problems = [
-        *run.engine.driver.push_problems(run.engine.config, quantization),
-        *run.transport.driver.push_problems(run.transport.config, run.engine.config, quantization),
-    ]
+def check_drivers(run: BoundRun, quantization: Mapping[str, Any] | None) -> None:
+    engine, transport = run.engine, run.transport
+    if quantization is not None and not engine.driver.takes_quantized:
+        name = "Name" if run.config.model.rollout_load is None else "Leave model.rollout_load out, or name"
+        plain = f"{name} a folder whose weights are not quantised."
+        raise ConfigError(
+            [f'{quantised(run)}, and engine "{engine.name}" takes no such weights from a trainer. {plain}']
+        )
+    problems = list(engine.driver.push_problems(engine.config, quantization))
+    if transport is not None:
+        problems += transport.driver.push_problems(transport.config, engine.config, quantization)
     if problems:
         raise ConfigError(problems)
-    if quantization is None:
-        return None
+
+
+def converter_of(run: BoundRun, quantization: Mapping[str, Any]) -> Part:
+    """The installed one that writes such weights."""
     entries = run.registry.entries(groups.CONVERTERS)
     for entry in entries:
         part = PartSpec(group=entry.group, name=f"{entry.dist}/{entry.name}", options={}).resolve(run.registry)
@@ -38,17 +50,21 @@ def converter_for(run: BoundRun, quantization: Mapping[str, Any] | None) -> Part
     there = ", ".join(sorted(entry.name for entry in entries)) or "none"
     raise ConfigError(
         [
-            f"{where} ({method}), and no installed converter ({there}) quantises so what is trained. Name a folder that one "
-            f"made (`slime convert {run.config.model.hf_checkpoint} FOLDER --to NAME`), or install the plugin that made it."
+            f"{quantised(run)} ({method}), and no installed converter ({there}) quantises so what is trained. Name a folder of "
+            f"one (`slime convert {run.config.model.hf_checkpoint} FOLDER --to NAME`), or install the plugin that made it."
         ]
     )
+
+
+def quantised(run: BoundRun) -> str:
+    return f"{key_of_folder(run)} = {run.engine_folder}: its weights are quantised"
 
 
 def key_of_folder(run: BoundRun) -> str:
     return "model.hf_checkpoint" if run.config.model.rollout_load is None else "model.rollout_load"
 
 
-def check_folder(run: BoundRun, converter: Part | None) -> None:
+def check_tensors(run: BoundRun, converter: Part | None) -> None:
     """ModelError unless everything that the engines start with is replaced by a push: the same tensors, under names and in
     shapes that the trainer's folder has."""
     folder, trained = run.engine_folder, Path(run.config.model.hf_checkpoint)

@@ -14,7 +14,7 @@ from slime_core.buffer.render import PromptRenderer
 from slime_core.config.bound import BoundEvalSet, BoundRun, Part
 from slime_core.config.roles import COPY_KEYS, BoundRole
 from slime_core.contracts.source import DataSource
-from slime_core.engine_folder import check_folder, converter_for
+from slime_core.engine_folder import converter_for
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
 from slime_core.image_processor import ImageProcessor
 from slime_core.manifest import check_required
@@ -57,7 +57,10 @@ def load_materials(run: BoundRun) -> Materials:
     if run.teacher is not None:
         trusted = config.model.trust_remote_code
         check_copy(run.teacher.model_path, tokenizer, where="engines.teacher.load", trust_remote_code=trusted)
-    converter = check_engine_folder(run, model_config, tokenizer)
+    if config.model.rollout_load is not None:
+        trusted = config.model.trust_remote_code
+        check_copy(run.engine_folder, tokenizer, where="model.rollout_load", trust_remote_code=trusted)
+    converter = converter_for(run) if run.pushes else None
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
@@ -93,22 +96,6 @@ def load_materials(run: BoundRun) -> Materials:
         num_rollout=count_rollouts(run, source),
         converter=converter,
     )
-
-
-def check_engine_folder(
-    run: BoundRun, model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Part | None:
-    """See `Materials.converter`."""
-    own = run.config.model.rollout_load
-    if own is not None:
-        where = "model.rollout_load"
-        check_copy(Path(own), tokenizer, where=where, trust_remote_code=run.config.model.trust_remote_code)
-        model_config = read_model_config(Path(own), where=where)
-    if not run.pushes:
-        return None
-    converter = converter_for(run, model_config.get("quantization_config"))
-    check_folder(run, converter)
-    return converter
 
 
 def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:

@@ -193,6 +193,14 @@ def test_a_folder_that_does_not_fit(case: str, tiny: TinyRun) -> None:
     assert not missing, ended.error
 
 
+def test_a_trained_folder_that_is_quantised(tiny: TinyRun) -> None:
+    quantised(tiny / "base", {"quant_method": "fp8", "weight_block_size": [16, 16]})
+    ended = tiny.run("--dry-run")
+    assert ended.code == 2
+    assert f"model.hf_checkpoint = {tiny.folder}/base: its weights are quantised" in ended.error
+    assert ended.error.endswith("trainer. Name a folder whose weights are not quantised.\n")
+
+
 def test_plain_weights_of_another_folder(tiny: TinyRun) -> None:
     """Engines start from it, and are given the trained ones before anything is generated."""
     shutil.copytree(tiny / "base", tiny / "other")

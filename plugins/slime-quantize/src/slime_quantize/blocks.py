@@ -1,5 +1,8 @@
 """BlockScheme: float8 with a float32 scale for each block, called `weight_scale_inv`, as DeepSeek-V3 is published.
 
+compressed-tensors makes the same of one matrix (a test compares them), in three times as many operations; here thousands of
+experts are quantised together, between two steps of a run.
+
 Legend: N matrices, O output channels, I inputs, B block size, P and Q blocks down and across.
 """
 
