@@ -60,6 +60,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.generate(options)
         if "weight_version" in options and server.behave != "keeps its version":
             server.model_info["weight_version"] = options["weight_version"]
+        if self.path == "/freeze_gc":
+            os.write(1, b"frozen\n")
         if self.path in ("/pause_generation", "/continue_generation"):
             server.paused = self.path == "/pause_generation"
         # Both generate a token to see, which a paused scheduler does not.

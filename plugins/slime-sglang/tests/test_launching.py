@@ -100,6 +100,7 @@ async def test_a_start(setup, fake):
     assert started.process.exit_code is not None
     log = setup.run_dir / "logs" / "sglang-0-0.log"
     assert log.stat().st_mode & 0o077 == 0, "the log may have the token in it"
+    assert log.read_text().count("frozen") == 1, "what it has loaded is looked through for garbage at every push"
     assert started.connection.token not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
 
 

@@ -23,6 +23,8 @@ UNAVAILABLE: Final = frozenset({408, 425, 429, 503})
 """Too slow, too early, too many, busy: of the server's state, not of what it was asked."""
 NO_ROUTE: Final = frozenset({404, 405})
 """Whoever answers is no SGLang server."""
+WORDS: Final = frozenset({("GET", "/health"), ("POST", "/flush_cache"), ("POST", "/freeze_gc")})
+"""What is answered in words; all else in JSON."""
 NOT_PASSED_ON: Final = "call_upstream_request_error"
 """sglang-router's word, in `x-smg-error-code`, for a request that did not reach a server."""
 
@@ -136,7 +138,7 @@ class Connection:
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
-            if (path, method) == ("/health", "GET") or path.startswith("/flush_cache"):
+            if (method, path) in WORDS:
                 return content.decode(errors="replace")
             raise EngineError(f"{self.name}: {method} {path} answers with what is no JSON: {shown(content)}") from error
 
