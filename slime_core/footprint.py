@@ -100,10 +100,10 @@ def kept_per_token(
     split_copies: bool = False,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
-    gathered: int = 1,
+    context_parallel: int = 1,
 ) -> Kept:
     """`fused`: norms, rotation and activation are each one kernel, which keeps what goes into it. `split_copies`: queries and
-    keys are copied out of one product before they are normed. `gathered`: keys that a rank sees for each of its own."""
+    keys are copied out of one product before they are normed."""
     hidden = shape.hidden // (tensor_parallel if sequence_parallel else 1)
     queries, keys = shape.queries // tensor_parallel, -(-shape.keys // tensor_parallel)
     mlp = shape.mlp // tensor_parallel
@@ -119,7 +119,11 @@ def kept_per_token(
         norms, of_mlp = 2 * norm * hidden, 4 * element * mlp
         projections = (4 + element) * (queries + keys) if shape.normed else 0
     # Rotated queries and keys, values, and what attention gives.
-    attention = element * (2 * queries + 2 * keys * gathered)
+    attention = element * 2 * (queries + keys)
+    if context_parallel > 1:
+        # Of each sequence a rank has an early and a late part. Each is attended to by itself, with a copy of the keys before
+        # it, n + 1/2 for each of the rank's own, and what the two give is put together in one more.
+        attention = element * (3 * queries + (2 * context_parallel + 1) * keys)
     # Tokens as experts get them and what they give.
     routing = 2 * element * shape.copies * hidden
     whole = norms + projections + attention + of_mlp + routing

@@ -73,6 +73,8 @@ MEASURED = {
         "4B", 16384, 2, 2, MOMENTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 61.1,
     ),
     "4B, 2 x 16k, nothing again, CP 2": ("4B", 8192, 2, 2, MOMENTS | {"context_parallel_size": 2}, 77.9),
+    "4B, 32k, nothing again, CP 2": ("4B", 16384, 1, 2, MOMENTS | {"context_parallel_size": 2}, 115.0),
+    "4B, 8 x 16k, nothing again, PP 2": ("4B", 16384, 8, 2, MOMENTS | {"pipeline_model_parallel_size": 2}, 94.7),
     "16 experts, 4 x 16k": ("16 experts", 16384, 4, 1, {}, 29.6),
     "16 experts, 4 x 16k, EP 2": ("16 experts", 16384, 2, 2, {"expert_model_parallel_size": 2}, 23.5),
 }  # fmt: skip

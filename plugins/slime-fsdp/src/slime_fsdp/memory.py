@@ -180,7 +180,7 @@ def activations(
         return
     normed = any(".q_norm." in name for name, _ in model.named_parameters())
     shape, element = DecoderShape.of(told, normed=normed), sharding.compute.itemsize
-    kept = kept_per_token(shape, element=element, fused=config.compile, gathered=config.context_parallel_size)
+    kept = kept_per_token(shape, element=element, fused=config.compile, context_parallel=config.context_parallel_size)
     each_layer = kept.checkpoint if config.gradient_checkpointing else kept.whole
     yield MemoryLine(
         component="activations",

@@ -192,7 +192,7 @@ def activations(plan: Plan, stage: Stage, folder: ModelFolder) -> Iterator[Memor
         split_copies=True,
         tensor_parallel=shape.tp,
         sequence_parallel=shape.sequence_parallel,
-        gathered=shape.cp,
+        context_parallel=shape.cp,
     )
     again, group = recomputed_layers(options, stage.layers)
     held = (stage.layers - again) * kept.whole + -(-again // group) * kept.checkpoint

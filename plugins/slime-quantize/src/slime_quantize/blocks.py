@@ -52,14 +52,18 @@ class BlockScheme(Scheme):
             count = max(TOGETHER // max(shape.numel(), 1), 1)
             for start in range(0, len(names), count):
                 some = names[start : start + count]
-                made = self.of_stack(torch.stack([weights[name] for name in some]))
+                # One alone is large, and is not copied.
+                stack = torch.stack([weights[name] for name in some]) if len(some) > 1 else weights[some[0]][None]
+                made = self.of_stack(stack)
                 found |= dict(zip(some, zip(*made, strict=True), strict=True))
         return found
 
     def of_stack(self, weights_NOI: Tensor) -> tuple[Tensor, Tensor]:
         """(N, O, I) float8 e4m3 and (N, P, Q) float32: the largest magnitude of a block over the format's largest number."""
         size, (_, outputs, inputs) = self.size, weights_NOI.shape
-        padded = torch.nn.functional.pad(weights_NOI, (0, -inputs % size, 0, -outputs % size))
+        missing = (0, -inputs % size, 0, -outputs % size)
+        # It copies where nothing is missing, too.
+        padded = torch.nn.functional.pad(weights_NOI, missing) if any(missing) else weights_NOI
         blocks_NPBQB = padded.unflatten(2, (-1, size)).unflatten(1, (-1, size))
         largest_NPQ = torch.maximum(blocks_NPBQB.amax((2, 4)), -blocks_NPBQB.amin((2, 4))).float()
         scale_NPQ = torch.where(largest_NPQ == 0, OF_ZEROS, largest_NPQ / LARGEST)
