@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import config, convert, doctor, evaluate, models, new, plan, plugins, run
+from slime_core.cli import config, convert, doctor, evaluate, models, new, plan, plugins, run, view
 from slime_core.errors import SlimeError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("eval", context_settings=PASS_ON, help="Evaluate a model on the run 
 app.command("convert", context_settings=PASS_ON, help="Convert a model folder: slime convert SOURCE TARGET --to NAME.")(
     convert.convert
 )
+app.command("view")(view.view)
 app.command("new")(new.new)
 app.command("doctor")(doctor.doctor)
 app.add_typer(plugins.app, name="plugins")

@@ -16,6 +16,12 @@ def dump_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.parquet"
 
 
+def dumped_steps(folder: Path) -> list[int]:
+    """In order."""
+    numbers = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
 class ReplayedGroups(Collector):
     """Reads step N from `step_N.parquet` of the dump, groups and samples in their order."""
 
@@ -25,7 +31,7 @@ class ReplayedGroups(Collector):
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         path = dump_file(self._folder, step)
         if not path.is_file():
-            there = len(list(self._folder.glob("step_*.parquet")))
+            there = len(dumped_steps(self._folder))
             raise DataError(
                 f"{path}: no such dump; {self._folder} holds {there} steps. Say --num-rollout {there}, or replay another."
             )

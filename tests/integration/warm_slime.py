@@ -27,6 +27,7 @@ IMPORTED = (
     "slime_core.buffer.files",
     "slime_core.cli.main",
     "slime_core.cli.training",
+    "slime_core.cli.viewing",
     "slime_core.loop",
     "slime_core.materials",
     "slime_core.startup",

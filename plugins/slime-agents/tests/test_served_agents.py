@@ -14,7 +14,7 @@ import pytest
 from agents_speaker import Speaker, episode_with
 
 from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
-from slime_agents.served.agents import Agent, AgentFailed, Earned, FunctionAgent
+from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned, FunctionAgent
 from slime_agents.served.generator import ServedAgent
 from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
@@ -321,6 +321,47 @@ def test_an_agent_that_blocks_is_named_and_the_run_goes_on():
             asyncio.run(scene(hog, timeout_s=0.3))
         # A run that ends does not wait for it, and keeps what it has.
         assert [sample.response for sample in asyncio.run(scene(hog_later))] == ["x<e>"]
+    finally:
+        held.set()
+
+
+def test_an_agent_that_has_ended_does_not_block():
+    """Its end and the word to end cross; then another one holds the loop."""
+    held, holding = threading.Event(), threading.Event()
+
+    async def ends(task):
+        loop = asyncio.get_running_loop()
+        # Behind what tells the run.
+        loop.call_soon(loop.call_soon, loop.call_soon, hold)
+
+    def hold():
+        holding.set()
+        held.wait(600)
+
+    async def scene():
+        agent = FunctionAgent(ends, grace_s=0.2)
+        task = AgentTask(
+            prompt="",
+            messages=None,
+            metadata={},
+            evaluation=False,
+            base_url="",
+            anthropic_url="",
+            api_key="",
+            name_thread=print,
+        )
+        running = asyncio.create_task(agent.run(task))
+        await asyncio.sleep(0)
+        # The run's own loop stands still meanwhile.
+        holding.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        held.set()
+        await agent.close()
+        return agent.stuck
+
+    try:
+        assert asyncio.run(scene()) is None
     finally:
         held.set()
 

@@ -20,8 +20,8 @@ from slime_core.types.prompt import Message
 
 ALWAYS_PASSED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 MOST_OUTPUT: Final = 65536
-GRACE_S: Final = 10.0
-"""For an agent that is told to end."""
+GRACE_S: Final = 30.0
+"""For an agent that is told to end: on a busy machine one may import for as long as that."""
 
 
 class AgentFailed(Exception):
@@ -111,7 +111,7 @@ class FunctionAgent(Agent):
             aside.cancel()
             thread.call(asyncio.get_running_loop().call_soon_threadsafe, turned.set)
             await asyncio.wait([aside.outcome], timeout=self._grace_s if self.stuck is None else 0)
-            if not turned.is_set():
+            if not (turned.is_set() or aside.outcome.done()):
                 self.stuck = self._blocked(thread)
             raise
         return aside.outcome.result()  # type: ignore[no-any-return]
