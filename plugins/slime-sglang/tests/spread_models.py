@@ -81,7 +81,8 @@ class Layout:
     def of(self, rank):
         attention, experts, size = min(self.attention, self.ranks), self.experts, self.ranks
         return {
-            "tp_rank": rank, "tp_size": size, "attn_tp_rank": rank % attention, "attn_tp_size": attention,
+            "tp_rank": rank, "tp_size": size, "attn_dp_rank": 0, "attn_dp_size": 1,
+            "attn_tp_rank": rank % attention, "attn_tp_size": attention,
             "moe_ep_rank": rank * experts // size, "moe_ep_size": experts,
             "moe_tp_rank": rank % (size // experts), "moe_tp_size": size // experts,
         }  # fmt: skip

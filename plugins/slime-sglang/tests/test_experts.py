@@ -107,3 +107,12 @@ async def test_what_stands_between_drops_the_question(tmp_path):
         await Sglang.build(Sglang.Config(router_policy="round_robin")).start(asked)
     with pytest.raises(EngineError, match="has no experts"):
         await Sglang.build(Sglang.Config()).start(asked)
+
+
+async def test_an_sglang_that_pins_their_memory_has_none_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime_sglang.engine.in_source", lambda name: False)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2})
+    )
+    with pytest.raises(EngineError, match="engine 0: the SGLang that is installed pins the memory for expert ids"):
+        await Sglang.build(Sglang.Config()).start(setup_for(tmp_path, tmp_path, routed_experts=True))

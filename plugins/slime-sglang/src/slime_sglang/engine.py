@@ -27,6 +27,7 @@ from slime_sglang.in_flight import RequestsInFlight
 from slime_sglang.plugin import problem_of_experts
 from slime_sglang.request_check import RequestCheck, vocab_size_of
 from slime_sglang.scoring import score_body, scored
+from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 
 if TYPE_CHECKING:
     from slime_sglang.plugin import SglangOptions
@@ -338,4 +339,10 @@ def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
     """EngineError where servers cannot be asked which experts they chose."""
     if problem := problem_of_experts(config):
         raise EngineError(f"engine {setup.index}: {problem}")
-    return ExpertSizes.of(setup.model_path)
+    sizes = ExpertSizes.of(setup.model_path)
+    if setup.device == "cpu" and not config.external_engine_addrs and not in_source(UNPINNED_EXPERTS):
+        raise EngineError(
+            f"engine {setup.index}: the SGLang that is installed pins the memory for expert ids "
+            "(train.use_rollout_routing_replay), which takes a GPU; 0.5.20 does not."
+        )
+    return sizes

@@ -17,6 +17,8 @@ LOAD: Final = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_an
 SORTED_DRAWS: Final = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 HASH: Final = "sglang.srt.layers.sampler.murmur_hash32"
 BATCH_INVARIANT: Final = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+UNPINNED_EXPERTS: Final = "sglang.srt.state_capturer.base.ALLOC_MEMORY_FUNCS"
+"""Where it is not, memory for expert ids is pinned, which takes a GPU."""
 REGISTER_MEMORY: Final = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
