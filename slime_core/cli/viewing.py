@@ -35,8 +35,8 @@ NOBODY: Final = -1
 
 
 def mean_reward(group: SampleGroup) -> float:
-    """NaN without rewards."""
-    return float(np.mean(group.rewards)) if group.rewards else float("nan")
+    """-inf without rewards: nothing good is known of it."""
+    return float(np.mean(group.rewards)) if group.rewards else -math.inf
 
 
 def spread(group: SampleGroup) -> float:
@@ -49,9 +49,8 @@ def longest(group: SampleGroup) -> int:
 
 FIRST: Final[Mapping[Order, Callable[[SampleGroup], float]]] = {
     Order.DRAWN: lambda group: group.group_index,
-    # Without a reward nothing is known to be good.
-    Order.WORST: lambda group: mean_reward(group) if group.rewards else -math.inf,
-    Order.BEST: lambda group: -mean_reward(group) if group.rewards else math.inf,
+    Order.WORST: mean_reward,
+    Order.BEST: lambda group: -mean_reward(group),
     Order.SPREAD: lambda group: -spread(group),
     Order.LONGEST: lambda group: -longest(group),
 }
@@ -91,8 +90,8 @@ def show(
     on_terminal = sys.stdout.isatty()
     console = Console(highlight=False, soft_wrap=not on_terminal, width=None if on_terminal else PIPED_WIDTH)
     if sample is not None:
-        tokenizer = find_tokenizer(folder, hf_checkpoint)
         of_group = find_group(rollouts, asked, SAMPLE, sample)
+        tokenizer = find_tokenizer(folder, hf_checkpoint)
         console.print(prompt_of(of_group))
         for one in of_group.samples:
             if one.index == sample:
@@ -226,7 +225,7 @@ def heading(sample: Sample) -> Text:
     ]
     if sample.remove_sample:
         told.append("trains nothing")
-    return Text.assemble((f"sample {sample.index}: ", "bold"), (", ".join(told), "bold"))
+    return Text(f"sample {sample.index}: {', '.join(told)}", style="bold")
 
 
 @dataclass(frozen=True, slots=True)

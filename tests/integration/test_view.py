@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     easy, hard = (example_group(number, 3) for number in (4, 5))
     easy = replace(
-        easy, samples=tuple(replace(sample, reward=1.0, reward_parts={"form": 0.25}) for sample in easy.samples)
+        easy, samples=tuple(replace(sample, reward=2.0, reward_parts={"form": 0.25}) for sample in easy.samples)
     )
     talk = replace(
         hard.samples[0],
@@ -67,7 +67,7 @@ def test_the_last_step(run: Path, view: View) -> None:
     code, out, _ = view(run)
     assert code == 0
     summary, head, easy, hard = out.splitlines()
-    assert summary.endswith("2 groups, 6 answers, reward 1.000, 3 tokens on average, 1 truncated")
+    assert summary.endswith("2 groups, 6 answers, reward 1.500, 3 tokens on average, 1 truncated")
     assert head.split() == [
         "group",
         "prompt",
@@ -80,12 +80,12 @@ def test_the_last_step(run: Path, view: View) -> None:
         "cut",
         "version",
     ]
-    assert easy.split() == ["4", "4=", "3", "1.000", "1", "1", "2", "3", "0"]
+    assert easy.split() == ["4", "4=", "3", "2.000", "2", "2", "2", "3", "0"]
     assert hard.split() == ["5", "5=", "3", "1.000", "0", "2", "4", "6", "1", "0", "to", "2"]
 
 
 @pytest.mark.parametrize(
-    ("order", "first"), [("drawn", "4"), ("worst", "4"), ("best", "4"), ("spread", "5"), ("longest", "5")]
+    ("order", "first"), [("drawn", "4"), ("worst", "5"), ("best", "4"), ("spread", "5"), ("longest", "5")]
 )
 def test_what_comes_first(run: Path, view: View, order: str, first: str) -> None:
     _, out, _ = view(run, "--sort", order, "--limit", 1)
@@ -99,7 +99,7 @@ def test_a_group_is_found_in_any_step(run: Path, view: View) -> None:
     assert out.startswith("group 1, 2 tokens, a.jsonl:1\n1=\n")
     assert "sample 5: reward 2, 3 tokens, 3 trained, completed\nxxx\n" in out
     _, out, _ = view(run, "--group", 4)
-    assert "reward 1 (form 0.25)" in out
+    assert "reward 2 (form 0.25)" in out
 
 
 def test_an_answer_part_by_part(run: Path, view: View) -> None:

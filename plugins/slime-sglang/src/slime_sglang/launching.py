@@ -184,7 +184,7 @@ async def start_server(
     environment = environment_for(setup, devices, options["tp_size"])
     name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
-    deadline = time.monotonic() + config.start_timeout
+    deadline, serves = time.monotonic() + config.start_timeout, not setup.node_rank
     for attempt in range(1, ATTEMPTS + 1):
         port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
         own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
@@ -194,8 +194,8 @@ async def start_server(
         process = ServerProcess(MODULE, options | own, log=log, environment=environment, arguments=hooks)
         connection = Connection(pool, address_of(setup.host, port), token, name)
         try:
-            if await is_up(connection, process, deadline, serves=not setup.node_rank):
-                if not setup.node_rank:
+            if await is_up(connection, process, deadline, serves=serves):
+                if serves:
                     # What it has imported and loaded stays. Looking through it for garbage stops a server for a third of a
                     # second; on a CPU, twice for each push.
                     await connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
