@@ -7,7 +7,7 @@ A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight answers ea
 ever writes its end token, which the plain server ignores). Its rollout throughput is the answers' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain SGLang server is started with the same options and gets the same requests at the same
-concurrency from a bare HTTP client, as often; and then once more through slime-router in front of it.
+concurrency from a bare HTTP client, as often; and then once more through slime-router in front of it; unless --run-only.
 One JSON line.
 """
 
@@ -40,6 +40,7 @@ from slime_core.new_model import ModelSizes, new_model
 
 ALPHABET = string.ascii_lowercase
 ANSWERS = 8
+TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
@@ -119,6 +120,8 @@ max_tokens_per_gpu = {asked.train_tokens}
 [sync]
 transport = "{asked.transport or ("ipc" if colocated else "distributed")}"
 update_weight_buffer_size = {2048 * 2**20}
+[checkpoint]
+save_hf = false
 [eval]
 skip_eval_before_train = true
 """
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
     )
+    parser.add_argument("--run-only", action="store_true", help="without the plain server")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -246,32 +250,41 @@ def main() -> None:
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         steps = run_slime(asked, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        raw, behind_router = ask_server(asked, folder, [tokenizer.encode(prompt) for prompt in prompts])
-    through_slime = [
-        asked.requests * step["rollout/response_len/mean"] / step["perf/rollout_time"] for step in steps[1:]
-    ]
-    direct = [asked.requests * asked.new_tokens / seconds for seconds in raw[1:]]
-    through_router = [asked.requests * asked.new_tokens / seconds for seconds in behind_router[1:]]
+        tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, folder, tokens))
     print(
         json.dumps(
             {
                 "shape": asked.shape,
+                "backend": asked.backend["name"],
                 "placement": asked.placement,
                 "requests": asked.requests,
                 "concurrency": asked.concurrency,
                 "new_tokens": asked.new_tokens,
-                "slime_tok_s": [round(value) for value in through_slime],
-                "sglang_tok_s": [round(value) for value in direct],
-                "slime_router_tok_s": [round(value) for value in through_router],
-                "router_ratio": round(statistics.median(through_router) / statistics.median(direct), 3),
-                "ratio": round(statistics.median(through_slime) / statistics.median(direct), 3),
-                "step_s": [round(step["perf/step_time"], 3) for step in steps],
-                "train_s": [round(step["perf/train_time"], 3) for step in steps],
-                "update_weights_s": [round(step.get("perf/update_weights_time", 0), 4) for step in steps],
+                "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
+                **compared,
+                **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
                 "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
             }
         )
     )
+
+
+def through_slime(asked: argparse.Namespace, steps: list[dict[str, float]]) -> list[float]:
+    return [asked.requests * step["rollout/response_len/mean"] / step["perf/rollout_time"] for step in steps[1:]]
+
+
+def compare(
+    asked: argparse.Namespace, steps: list[dict[str, float]], raw: list[float], behind_router: list[float]
+) -> dict[str, Any]:
+    direct = [asked.requests * asked.new_tokens / seconds for seconds in raw[1:]]
+    through_router = [asked.requests * asked.new_tokens / seconds for seconds in behind_router[1:]]
+    return {
+        "sglang_tok_s": [round(value) for value in direct],
+        "slime_router_tok_s": [round(value) for value in through_router],
+        "router_ratio": round(statistics.median(through_router) / statistics.median(direct), 3),
+        "ratio": round(statistics.median(through_slime(asked, steps)) / statistics.median(direct), 3),
+    }
 
 
 if __name__ == "__main__":

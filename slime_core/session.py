@@ -204,6 +204,7 @@ class Session:
             "perf/wait_time_ratio": waited_s / step_s,
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
+            **self.residency.times(),
         }
         if self.publish_report is not None:
             perf["perf/update_weights_time"] = self.publish_report.seconds

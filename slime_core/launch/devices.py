@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from slime_core.launch.move_times import MoveTimes
+
 
 class Tenant(Protocol):
     """A role's ranks on these devices."""
@@ -25,6 +27,7 @@ class Devices:
         self._turns = asyncio.Lock()
         self._awake: Tenant | None = None
         self._weights_only = False
+        self.times = MoveTimes()
 
     @property
     def offload(self) -> bool:
@@ -33,7 +36,8 @@ class Devices:
     async def settle(self, tenant: Tenant) -> None:
         """Puts a role that was just set up to sleep."""
         if self._offload:
-            await tenant.each("sleep")
+            with self.times.of("sleep"):
+                await tenant.each("sleep")
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: Tenant, *, weights_only: bool = False) -> AsyncIterator[None]:
@@ -54,14 +58,17 @@ class Devices:
             return
         if self._awake is tenant and weights_only:
             if not self._weights_only:
-                await tenant.each("sleep", True)
+                with self.times.of("sleep"):
+                    await tenant.each("sleep", True)
         else:
             if self._awake is not tenant:
                 await self._put_to_sleep()
-            await (tenant.each("wake", True) if weights_only else tenant.each("wake"))
+            with self.times.of("wake_up"):
+                await (tenant.each("wake", True) if weights_only else tenant.each("wake"))
         self._awake, self._weights_only = tenant, weights_only
 
     async def _put_to_sleep(self) -> None:
         before, self._awake, self._weights_only = self._awake, None, False
         if before is not None:
-            await before.each("sleep")
+            with self.times.of("sleep"):
+                await before.each("sleep")

@@ -112,6 +112,10 @@ class Residency:
                 await self._wake(Phase.SYNC, beside)
                 yield
 
+    def times(self) -> Mapping[str, float]:
+        """Metrics: what moving memory took, since this was asked before."""
+        return self._devices.times.taken()
+
     async def _put_to_sleep(self, phase: Phase, beside: EngineLink | None) -> None:
         """Takes from the engines what they do not hold in this phase."""
         if self._engines is None:
@@ -121,7 +125,8 @@ class Residency:
             self._held -= gone
             # What was left of a rollout that was given up does not end by itself.
             await self._engines.each("pause")
-            await self._engines.each("sleep", in_order(gone))
+            with self._devices.times.of("engine_sleep"):
+                await self._engines.each("sleep", in_order(gone))
         if beside is not None:
             await beside.each("sleep", in_order(surplus))
         # Also those that were lost while they were asked here.
@@ -133,7 +138,8 @@ class Residency:
         if self._engines is None:
             return
         if missing := ENGINES[phase] - self._held:
-            await self._engines.each("wake", in_order(missing))
+            with self._devices.times.of("engine_wake_up"):
+                await self._engines.each("wake", in_order(missing))
             self._held |= missing
             if phase is Phase.ROLLOUT:
                 await self._engines.each("resume")

@@ -97,20 +97,15 @@ class Sharing:
         if self.pushes:
             policy = self.roles[0]
             total += self._resting(besides=policy) + sum(at(policy.lines, Moment.SYNC, "host"))
-            if self.offload_train:
-                total += sum(
-                    line.num_bytes for line in policy.lines if sleeps(line) and Moment.SYNC not in line.moments
-                )
             if self.push is not None:
                 total += sum(at(self.push.trainer, Moment.SYNC, "host"))
         return total
 
     def _resting(self, *, besides: PlannedRole | None) -> int:
-        """On the host, of roles that wait."""
-        resting = [role for role in self.roles if role is not besides]
-        total = sum(sum(at(role.lines, Moment.IDLE, "host")) for role in resting)
+        """On the host, of roles that wait; and the memory that roles bring theirs to, which is kept."""
+        total = sum(sum(at(role.lines, Moment.IDLE, "host")) for role in self.roles if role is not besides)
         if self.offload_train:
-            total += sum(line.num_bytes for role in resting for line in role.lines if sleeps(line))
+            total += sum(line.num_bytes for role in self.roles for line in role.lines if sleeps(line))
         return total
 
     def _engines_on_host(self, moment: Moment) -> int:

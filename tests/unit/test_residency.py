@@ -115,6 +115,19 @@ async def test_a_colocated_run():
     assert device.log == ["trainer sleep", "engine wake weights kv_cache cuda_graph", "engine resume"]
 
 
+async def test_what_moving_memory_took_is_told_once():
+    device = Device()
+    device.trainer = {"weights"}
+    residency, devices, trainer, engines = await colocated(device)
+    assert residency.times().keys() == {"perf/sleep_time"}, "settling"
+    await publish(residency, trainer, engines, device)
+    await step(residency, devices, trainer, device)
+    times = residency.times()
+    assert times.keys() == {f"perf/{who}{move}_time" for who in ("", "engine_") for move in ("sleep", "wake_up")}
+    assert all(seconds > 0 for seconds in times.values())
+    assert residency.times() == {}
+
+
 @pytest.mark.parametrize(("offload_train", "offload_rollout"), [(True, False), (False, True), (False, False)])
 async def test_either_side_may_stay(offload_train, offload_rollout, monkeypatch):
     device = Device()

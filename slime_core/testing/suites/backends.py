@@ -271,11 +271,24 @@ def test_sleep_loses_nothing(case: Case, model: Path, training: TrainingBatch) -
         with opened(case.build(), Place(model=model), optimizer=ADAM) as one:
             steps(one, training, 1)
             if sleeps:
-                one.backend.sleep()
-                one.backend.wake()
+                trained = one.weights()
+                nap(one, trained)
+                nap(one, trained)
             steps(one, training, 1)
             results.append(one.weights())
-    require_same_weights("a step, sleep, wake and a step, beside two steps", results[1], results[0])
+    require_same_weights("a step, two naps and a step, beside two steps", results[1], results[0])
+
+
+def nap(one: Opened, trained: dict[str, Tensor]) -> None:
+    """In the order of a run that shares its devices with engines."""
+    one.backend.sleep(keep_weights=True)
+    require_same_weights("the weights alone", one.weights(), trained)
+    one.backend.sleep()
+    one.backend.wake(weights_only=True)
+    require_same_weights("the weights alone, after sleep", one.weights(), trained)
+    one.backend.sleep()
+    one.backend.wake()
+    require_same_weights("the weights after sleep", one.weights(), trained)
 
 
 def test_layouts_cover_the_ranks(case: Case) -> None:

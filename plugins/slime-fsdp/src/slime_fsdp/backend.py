@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +24,9 @@ from slime_core.objective.segments import LocalSegments
 from slime_core.training.attention_runs import long_on
 from slime_core.training.delta_rule import plan_recurrence
 from slime_core.training.head import EntropyMode
+from slime_core.training.parking import TrainerParking
 from slime_core.training.random_state import random_state
+from slime_core.training.rounded_adamw import local
 from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -39,7 +42,6 @@ from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
     make_optimizer,
-    move_optimizer,
     optimizer_tensors,
     scale_gradients,
 )
@@ -68,6 +70,7 @@ class _Trainer:
     """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
+    parking: TrainerParking
     staging: Staging | None = None
     saving_group: dist.ProcessGroup | None = None
     """Of the thread that writes what was staged."""
@@ -131,6 +134,7 @@ class FsdpBackend(TrainBackend):
             },
             adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
             refreshed=set(),
+            parking=TrainerParking(device),
         )
         return layout
 
@@ -284,7 +288,7 @@ class FsdpBackend(TrainBackend):
     def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
         if trainer.staging is None:
-            trainer.staging = Staging()
+            trainer.staging = Staging(trainer.placement.device)
             trainer.saving_group = trainer.ranks.another_group()
         snapshot = self._snapshot()
         snapshot = replace(snapshot, tensors=trainer.staging.copied(snapshot.tensors))
@@ -354,34 +358,32 @@ class FsdpBackend(TrainBackend):
             )
 
     def sleep(self, keep_weights: bool = False) -> None:
-        if self._moves():
-            self._move(torch.device("cpu"), weights=not keep_weights, others=True)
-            torch.cuda.empty_cache()
-
-    def wake(self, weights_only: bool = False) -> None:
-        if self._moves():
-            self._move(self._ready.placement.device, weights=True, others=not weights_only)
-
-    def _moves(self) -> bool:
-        placement = self._ready.placement
-        return placement.device.type == "cuda" and not placement.cpu_offload
-
-    def _move(self, device: torch.device, *, weights: bool, others: bool) -> None:
         trainer = self._ready
         trainer.optimizer.zero_grad(set_to_none=True)
-        if weights:
-            trainer.model.to(device)
-        if others:
-            for model in trainer.copies.values():
-                model.to(device)
-            for values in trainer.adapter_copies.values():
-                values.update({name: value.to(device) for name, value in values.items()})
-            move_optimizer(trainer.optimizer, device)
+        trainer.parking.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
+        torch.cuda.empty_cache()
+
+    def wake(self, weights_only: bool = False) -> None:
+        self._ready.parking.wake(weights_only=weights_only)
+
+    def _other_tensors(self) -> Iterator[Tensor]:
+        """What `export_tensors` does not read."""
+        trainer = self._ready
+        for copy in trainer.copies.values():
+            yield from tensors_of(copy)
+        for values in trainer.adapter_copies.values():
+            yield from map(local, values.values())
+        for state in trainer.optimizer.state.values():
+            yield from (local(value) for value in state.values() if isinstance(value, Tensor))
 
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.ranks.leave()
             self._trainer = None
+
+
+def tensors_of(model: torch.nn.Module) -> list[Tensor]:
+    return [local(tensor) for tensor in chain(model.parameters(), model.buffers())]
 
 
 def scores_of(micro: MicroBatch, outputs: Outputs) -> Scores:

@@ -133,11 +133,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             tensors |= {f"optimizer.{key}.{names[id(parameter)]}": value for key, value in state.items()}
     return tensors
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            # A count that is read on the host stays there.
-            if isinstance(value, Tensor) and not (key == "step" and isinstance(optimizer, RoundedAdamW)):
-                state[key] = value.to(device, non_blocking=device.type != "cpu")

@@ -34,7 +34,7 @@ from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
 from slime_megatron.clipping import clip, is_finite_step
-from slime_megatron.copies import copied, put, replaced
+from slime_megatron.copies import put
 from slime_megatron.expert_counts import biases_of
 from slime_megatron.optimizer import set_step
 from slime_megatron.plugin import MegatronOptions
@@ -64,7 +64,7 @@ class MegatronBackend(TrainBackend):
         trainer = self._ready
         if weights != ACTOR:
             self._check_copy(weights)
-        with nullcontext() if weights == ACTOR else replaced(trainer.tensors, trainer.copies[weights]):
+        with nullcontext() if weights == ACTOR else trainer.copies.swapped_in(weights):
             return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
     def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
@@ -209,8 +209,8 @@ class MegatronBackend(TrainBackend):
         return ZigzagSegments(micro.segments, micro.num_samples, group)
 
     def _check_copy(self, name: str) -> None:
-        if name not in self._ready.copies:
-            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *self._ready.copies]))
+        if name not in self._ready.copies.names:
+            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *self._ready.copies.names]))
 
     def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         trainer = self._ready
@@ -228,7 +228,7 @@ class MegatronBackend(TrainBackend):
         if trainer.saving_group is None:
             trainer.saving_group = dist.new_group(backend="gloo")
         on_host = trainer.placement.device.type == "cpu" or bool(getattr(self._config, "optimizer_cpu_offload", False))
-        strategy = checkpoint.StagedSave(trains_on_host=on_host)
+        strategy = checkpoint.StagedSave(trainer.staging, trainer.placement.device, trains_on_host=on_host)
         return partial(self._write(folder, strategy), trainer.saving_group)
 
     def _write(self, folder: Path, strategy: checkpoint.PlainSave) -> checkpoint.Write:
@@ -237,8 +237,8 @@ class MegatronBackend(TrainBackend):
             folder,
             trainer.bare,
             trainer.optimizer,
-            trainer.tensors,
-            {name: trainer.copies[name] for name in sorted(trainer.refreshed)},
+            trainer.copies,
+            refreshed=sorted(trainer.refreshed),
             steps_done=trainer.steps_done,
             shapes=self._shapes(),
             strategy=strategy,
@@ -251,7 +251,7 @@ class MegatronBackend(TrainBackend):
         manifest = checkpoint.read_manifest(folder, self._shapes(), table)
         for name in manifest.copies:
             self._check_copy(name)
-        trainer.copies |= checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.tensors)
+        checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.copies)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
 
@@ -273,20 +273,15 @@ class MegatronBackend(TrainBackend):
     def refresh_copy(self, name: str) -> None:
         trainer = self._ready
         self._check_copy(name)
-        trainer.copies[name] = copied(trainer.tensors)
+        trainer.copies.take(name)
         trainer.refreshed.add(name)
 
     def sleep(self, keep_weights: bool = False) -> None:
-        if self._ready.placement.device.type == "cuda":
-            from slime_megatron.residency import to_host
-
-            to_host(self._ready.chunks, self._ready.optimizer, weights=not keep_weights)
+        self._ready.residency.sleep(keep_weights=keep_weights)
+        torch.cuda.empty_cache()
 
     def wake(self, weights_only: bool = False) -> None:
-        if self._ready.placement.device.type == "cuda":
-            from slime_megatron.residency import to_device
-
-            to_device(self._ready.chunks, self._ready.optimizer, others=not weights_only)
+        self._ready.residency.wake(weights_only=weights_only)
 
     def close(self) -> None:
         if self._trainer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
+from slime_core.training.host_memory import HostCopy
 from slime_core.training.joint_failure import first_failure_alone, on_all_ranks
 from slime_core.training.random_state import random_state, restore_random_state
 from slime_core.training.rounded_adamw import RoundedAdamW
 from slime_core.training.written_files import check_sizes, sizes_of
-from slime_megatron.copies import Values, copied, put, replaced
+from slime_megatron.copies import Copies
 from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
 
@@ -102,18 +104,31 @@ class PlainSave(TorchDistSaveShardedStrategy):
 class StagedSave(PlainSave):
     """Copies what is to be written, and leaves the writing for later."""
 
-    def __init__(self, *, trains_on_host: bool) -> None:
-        """`trains_on_host`: else what is on the host was gathered for this very save."""
+    def __init__(self, memory: dict[str, HostCopy], device: torch.device, *, trains_on_host: bool) -> None:
+        """`memory`: for each folder in a checkpoint, kept from one to the next. `device`: the model's. `trains_on_host`: else
+        what is on the host was gathered for this very save."""
         super().__init__()
         self.left: list[Write] = []
-        self._copied = trains_on_host
+        self._memory = memory
+        self._device = device
+        self._trains_on_host = trains_on_host
+        self._folder = ""
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        self._folder = Path(checkpoint_dir).name
         self.left.append(self.planned(sharded_state_dict, Path(checkpoint_dir)))
 
     def to_write(self, state: dict[str, list[Any]]) -> dict[str, Any]:
-        for part in (part for parts in state.values() for part in parts if isinstance(part, ShardedTensor)):
-            part.data = part.data.detach().to("cpu", copy=self._copied)
+        moved = {
+            f"{key} {number}": part
+            for key, parts in state.items()
+            for number, part in enumerate(parts)
+            if isinstance(part, ShardedTensor) and (self._trains_on_host or part.data.is_cuda)
+        }
+        memory = self._memory.setdefault(self._folder, HostCopy(self._device))
+        values = memory.of({place: part.data for place, part in moved.items()})
+        for place, part in moved.items():
+            part.data = values[place]
         return super().to_write(state)
 
 
@@ -203,9 +218,9 @@ def write(
     folder: Path,
     chunks: Sequence[Any],
     optimizer: MegatronOptimizer,
-    tensors: Mapping[str, Tensor],
-    copies: Mapping[str, Values],
+    copies: Copies,
     *,
+    refreshed: Sequence[str],
     steps_done: int,
     shapes: Mapping[str, Any],
     strategy: PlainSave,
@@ -215,14 +230,14 @@ def write(
     make_state(optimizer)
     save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False), strategy)
     count_steps(optimizer, steps_done)
-    for name, values in copies.items():
-        with replaced(tensors, values):
+    for name in refreshed:
+        with copies.swapped_in(name):
             save_state(folder / f"copy_{name}", model_state(chunks), strategy)
     manifest = Manifest(
         format=FORMAT,
         steps_done=steps_done,
         world_size=dist.get_world_size(),
-        copies=list(copies),
+        copies=list(refreshed),
         shapes=dict(shapes),
         sizes={},
     )
@@ -290,9 +305,9 @@ def read(
     manifest: Manifest,
     chunks: Sequence[Any],
     optimizer: MegatronOptimizer,
-    tensors: Mapping[str, Tensor],
-) -> dict[str, Values]:
-    """Into model, optimiser and this rank's random generators; gives the refreshed copies. All ranks call."""
+    copies: Copies,
+) -> None:
+    """Into model, optimiser, the refreshed copies and this rank's random generators. All ranks call."""
     make_state(optimizer)
     loaded = load_state(folder / STATE, whole_state(chunks, optimizer, is_loading=True))
     put_model(chunks, loaded)
@@ -301,15 +316,12 @@ def read(
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             refresh_copies(part.optimizer)
     count_steps(optimizer, manifest.steps_done)
-    trained = copied(tensors)
-    copies: dict[str, Values] = {}
-    for name in manifest.copies:
-        put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder / f"copy_{name}")))
-        copies[name] = copied(tensors)
-    put(trained, tensors)
+    with copies.aside() if manifest.copies else nullcontext():
+        for name in manifest.copies:
+            put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder / f"copy_{name}")))
+            copies.take(name)
     if manifest.world_size == dist.get_world_size():
         restore_random_state(load_file(folder / f"rng_{dist.get_rank()}.safetensors"))
-    return copies
 
 
 class OwnCommon(TorchCommonLoadStrategy):

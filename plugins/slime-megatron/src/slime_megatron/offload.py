@@ -55,9 +55,3 @@ def refresh_copies(optimizer: HybridDeviceOptimizer) -> None:
     """The host's weights from the main ones, after these were loaded."""
     for main, copy in optimizer.gpu_params_map_cpu_copy.items():
         copy.copy_(main)
-
-
-def move_main_weights(optimizer: HybridDeviceOptimizer, device: torch.device) -> None:
-    """For sleep and wake; the rest is on the host anyway."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        parameter.data = parameter.data.to(device)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from slime_core.contracts.backend import Layout, TrainerSetup
 from slime_core.errors import ConfigError, ModelError
+from slime_core.training.host_memory import HostCopy
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, check_copy, dtype_of, make_config, wrap
-from slime_megatron.copies import Values, copied
+from slime_megatron.copies import Copies
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.optimizer import make_optimizer, make_schedule
@@ -31,6 +32,7 @@ from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.plugin import Megatron, MegatronOptions, megatron_options
 from slime_megatron.process import Ranks, join
 from slime_megatron.refusals import told_by_megatron
+from slime_megatron.residency import Residency
 from slime_megatron.routing import Routing
 from slime_megatron.scaling import finish_gradients
 from slime_megatron.transformer_engine import mend_absence
@@ -58,9 +60,11 @@ class Trainer:
     routing: Routing | None
     num_ahead: int
     """Layers of multi-token prediction."""
-    copies: dict[str, Values] = field(default_factory=dict)
+    copies: Copies
+    residency: Residency
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
+    staging: dict[str, HostCopy] = field(default_factory=dict)
     saving_group: dist.ProcessGroup | None = None
     """Of the thread that writes what was staged."""
 
@@ -93,10 +97,10 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
         config = make_config(architecture, options, shape, placement)
         bare = build_chunks(config, architecture, options, shape, placement, head=setup.head)
     table = WeightTable(bare, folder.bridge, architecture.vocab_size)
-    values: dict[str, Values] = {}
+    frozen = Copies(bare, placement.device)
     for name, copy in copies.items():
         table.load(copy)
-        values[name] = copied(local_tensors(bare))
+        frozen.take(name)
     if setup.head == "value":
         fresh_value_head(bare[-1], setup.seed)
     table.load(folder, fresh=("score.weight", "score.bias") if setup.head == "value" else ())
@@ -119,7 +123,8 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
         schedule=make_schedule(optimizer, setup.optimizer, setup.total_steps),
         num_ahead=options.mtp_num_layers if setup.head == "lm" else 0,
         routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
-        copies=values,
+        copies=frozen,
+        residency=Residency(chunks, optimizer, placement.device),
     )
     connect(trainer)
     return trainer

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import xxhash
 
 from slime_sglang.server.parts import parts_of, skipped
 from slime_sglang.server.places import DIGESTS, REFUSED, SKIPPED
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ACTION: Final = "slime_checksum"
 """Of /weights_checker."""
@@ -22,6 +19,8 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 
     What is held twice counts once, but for a copy that holds something else: the checksum is then nobody else's.
     """
+    from slime_sglang.transports.flat import bytes_of
+
     whole = xxhash.xxh3_64()
     by_name: dict[str, str] = {}
     for part in sorted(parts_of(model), key=lambda part: part.name):
@@ -37,13 +36,16 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 def places_of_weights(model: Any, action: str, *, ranks: int) -> dict[str, str]:
     """What `PARTS` or `DIGESTS` is answered by a rank of a server that has `ranks` of them: digests by place. What a rank
     does not know it says: the others wait for its answer."""
+    from slime_sglang.transports.flat import checksums
+
     found: dict[str, str] = {}
     try:
-        for part in parts_of(model, ranks=ranks):
-            if action == DIGESTS:
-                add(found, str(part.place), xxhash.xxh3_64_hexdigest(bytes_of(part.tensor)))
-            else:
-                found[str(part.place)] = ""
+        parts = list(parts_of(model, ranks=ranks))
+        if action == DIGESTS:
+            for part, digest in zip(parts, checksums([part.tensor for part in parts]), strict=True):
+                add(found, str(part.place), digest)
+        else:
+            found |= {str(part.place): "" for part in parts}
     except (NotImplementedError, RuntimeError) as error:
         return {REFUSED: f"{type(error).__name__}: {error}"}
     return found | {SKIPPED: " ".join(skipped(model.config))}
@@ -53,10 +55,3 @@ def add(digests: dict[str, str], key: str, digest: str) -> None:
     """What is held twice and not alike has no digest that anybody else could have."""
     held = digests.get(key, digest)
     digests[key] = digest if held == digest else f"{held} and {digest}"
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    data: memoryview = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
-    return data

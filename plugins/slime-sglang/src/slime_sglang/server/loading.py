@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 CAN_VERIFY: Final = "slime_loading"
 """Action of /weights_checker that answers where these functions are hooked in."""
-READERS: Final = 4
-"""Buckets of a delta that are read at the same time."""
 WRONG_BASE: Final = "a delta to other weights than are held"
 """The refusal of a delta: nothing was changed."""
 BASE: Final = "slime_weights_identity"
@@ -30,7 +28,7 @@ def load_from_disk(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Around `update_weights_from_disk`."""
-    from slime_sglang.transports.folder import MANIFEST, DamagedWeights, read_manifest, verify_whole
+    from slime_sglang.transports.folder import MANIFEST, READERS, DamagedWeights, read_manifest, verify_whole
 
     model = updater.get_model()
     folder = Path(model_path)

@@ -6,11 +6,9 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import torch
 import xxhash
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from slime_sglang.transports.plugin import DeltaConfig
 
 
-WRITERS: Final = 2
+WRITERS: Final = 4
 """Buckets that are compressed and written while the next ones are gathered and compared."""
 
 
@@ -112,7 +110,8 @@ class DeltaSender(ServerSender):
                 held = before[bucket.index] if bucket.index < len(before) else None
                 if delta is None or changes is None or held is None or not alike(held, bucket):
                     changes = None
-                    self._sent.append(own(bucket))
+                    # In memory that nobody else writes to: `flatten` has copied already.
+                    self._sent.append(bucket.on_host())
                     continue
                 if len(changes) >= WRITERS:
                     # What waits to be compressed is in memory.
@@ -153,15 +152,6 @@ def alike(held: FlatBucket, bucket: FlatBucket) -> bool:
         bucket.shapes,
         bucket.last,
     )
-
-
-def own(bucket: FlatBucket) -> FlatBucket:
-    """On the host, in memory that nobody else writes to: `flatten` has copied already. Between a GPU and pinned memory copies
-    are several times faster, and every push makes two."""
-    if bucket.data.is_cuda:
-        data = torch.empty(bucket.data.shape, dtype=torch.uint8, pin_memory=True)
-        return replace(bucket, data=data.copy_(bucket.data))
-    return bucket
 
 
 def num_elements(bucket: FlatBucket) -> int:

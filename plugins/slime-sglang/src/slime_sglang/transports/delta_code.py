@@ -14,7 +14,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flat import FlatBucket, on_host
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype whose comparison is one of bits."""
@@ -91,7 +91,7 @@ def changed(
 
 def planes(numbers: Tensor) -> Tensor:
     """(N,) to (bytes of an element, N)."""
-    return numbers.view(torch.uint8).view(len(numbers), numbers.element_size()).T.contiguous().cpu()
+    return on_host(numbers.view(torch.uint8).view(len(numbers), numbers.element_size()).T.contiguous())
 
 
 def joined(planes: Tensor, width: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
 from slime_core.errors import EngineError
@@ -21,7 +21,8 @@ from slime_sglang.transports.sender import ServerSender
 if TYPE_CHECKING:
     from torch import Tensor
 
-WRITERS = 2
+WRITERS: Final = 4
+"""Buckets that are hashed and written at the same time, while the next ones are gathered."""
 
 
 class DiskSender(ServerSender):

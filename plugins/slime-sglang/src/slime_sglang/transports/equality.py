@@ -17,7 +17,7 @@ from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_core.types.report import ComparedWith
 from slime_sglang.server.places import Place
-from slime_sglang.transports.flat import FlatBucket, checksum
+from slime_sglang.transports.flat import FlatBucket, checksums
 from slime_sglang.transports.held import CHECK, HeldParts, parts_held
 from slime_sglang.transports.servers import Servers
 
@@ -45,12 +45,14 @@ class Digests:
     def add(self, bucket: FlatBucket) -> None:
         if not self._wanted:
             return
-        for name, tensor in bucket.on_host().tensors():
+        parts: dict[Place, Tensor] = {}
+        for name, tensor in bucket.tensors():
             whole = tensor if tensor.dim() else tensor.view(1)
             self._sent[name] = tuple(whole.shape)
             for place in self._wanted.get(name, ()):
                 if place.dim < whole.dim() and place.start + place.length <= whole.shape[place.dim]:
-                    self._digests[place] = checksum(part(whole, place))
+                    parts[place] = part(whole, place)
+        self._digests.update(zip(parts, checksums(list(parts.values())), strict=True))
 
     def differences(self, held: HeldParts) -> list[str]:
         """Names of tensors of which a rank holds something else than was sent, or of which no rank holds some part: with the

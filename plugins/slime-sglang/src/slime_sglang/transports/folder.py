@@ -8,20 +8,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-import torch
 import xxhash
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_core.storage import is_full, storage_error
-from slime_sglang.transports.flat import FlatBucket, checksum
+from slime_sglang.transports.flat import FlatBucket, bytes_of, checksum
 
 MANIFEST: Final = "slime_weights.json"
 WRITING: Final = ".writing"
+READERS: Final = 4
+"""Buckets that are read at the same time."""
 
 
 class DamagedWeights(ValueError):
@@ -108,20 +111,24 @@ def read_manifest(folder: Path) -> Manifest:
 
 def verify_whole(folder: Path, manifest: Manifest) -> None:
     """Reads every file. DamagedWeights names the bucket."""
-    for number, entry in enumerate(manifest.buckets):
-        where = f"bucket {number} of version {manifest.version} ({folder / entry.file})"
-        digest = xxhash.xxh3_64()
-        try:
-            with safe_open(folder / entry.file, framework="pt") as file:
-                unexpected = set(file.keys()) ^ set(entry.names)
-                if unexpected:
-                    raise DamagedWeights(f"{where} is damaged: {len(unexpected)} tensors too many or missing")
-                for name in entry.names:
-                    tensor = file.get_tensor(name)
-                    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        except (OSError, SafetensorError) as error:
-            raise DamagedWeights(f"{where} cannot be read: {error}") from error
-        if digest.hexdigest() != entry.checksum:
-            raise DamagedWeights(
-                f"{where} is damaged: checksum {entry.checksum} was written, its bytes have {digest.hexdigest()}"
-            )
+    with ThreadPoolExecutor(READERS) as readers:
+        list(readers.map(partial(verify, folder, manifest), range(len(manifest.buckets))))
+
+
+def verify(folder: Path, manifest: Manifest, number: int) -> None:
+    entry = manifest.buckets[number]
+    where = f"bucket {number} of version {manifest.version} ({folder / entry.file})"
+    digest = xxhash.xxh3_64()
+    try:
+        with safe_open(folder / entry.file, framework="pt") as file:
+            unexpected = set(file.keys()) ^ set(entry.names)
+            if unexpected:
+                raise DamagedWeights(f"{where} is damaged: {len(unexpected)} tensors too many or missing")
+            for name in entry.names:
+                digest.update(bytes_of(file.get_tensor(name)))
+    except (OSError, SafetensorError) as error:
+        raise DamagedWeights(f"{where} cannot be read: {error}") from error
+    if digest.hexdigest() != entry.checksum:
+        raise DamagedWeights(
+            f"{where} is damaged: checksum {entry.checksum} was written, its bytes have {digest.hexdigest()}"
+        )
