@@ -63,6 +63,15 @@ class HostCopy:
         return found
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """What is on a GPU, in page-locked memory that is free again when nothing refers to it: torch keeps it for the next such
+    copy. Of a power of two bytes, so not for what stays."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.device(tensor.device):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 def starts_of(sizes: Iterable[int]) -> list[int]:
     """Where pieces of these many bytes begin, and behind them the end of the last."""
     return [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from slime_core.training.host_memory import on_host
 from slime_core.types.weights import Bucket
 
 
@@ -36,7 +37,7 @@ def buckets_of(
 
 def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, last: bool) -> Bucket:
     flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
-    data: npt.NDArray[np.uint8] = flat.cpu().numpy()
+    data: npt.NDArray[np.uint8] = on_host(flat).numpy()
     return Bucket(
         version=version,
         index=index,

@@ -168,14 +168,12 @@ def states(plan: Plan, stage: Stage) -> Iterator[MemoryLine]:
 
 
 def copies(plan: Plan, stage: Stage) -> Iterator[MemoryLine]:
-    """On the host; while one of them is scored with, the trained weights are there too."""
+    """On the host, with a place for the trained weights while one of them is scored with."""
     size = plan.dtype.itemsize * (stage.dense + stage.experts)
     for name in plan.load.setup.copies:
         yield MemoryLine(component=f"copy: {name}", num_bytes=size, moments=AWAKE, place="host")
     if plan.load.setup.copies:
-        yield MemoryLine(
-            component="trained weights, put aside", num_bytes=size, moments=frozenset({Moment.SCORE}), place="host"
-        )
+        yield MemoryLine(component="trained weights, put aside", num_bytes=size, moments=AWAKE, place="host")
 
 
 def activations(plan: Plan, stage: Stage, folder: ModelFolder) -> Iterator[MemoryLine]:

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -13,6 +14,7 @@ import xxhash
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
 from slime_core.errors import EngineError
+from slime_core.training.host_memory import HostMemory
 from slime_sglang.server.loading import WRONG_BASE
 from slime_sglang.transports import folder
 from slime_sglang.transports.delta_code import Planes, compare, compress
@@ -43,6 +45,8 @@ class DeltaSender(ServerSender):
         super().__init__(config)
         self._level = config.compression_level
         self._sent: list[FlatBucket] = []
+        self._memory: dict[int, HostMemory] = {}
+        """Of `_sent`, by the bucket's number."""
         self._num_changed = 0
         """Elements, by the last comparison."""
         self._identity: str | None = None
@@ -110,8 +114,7 @@ class DeltaSender(ServerSender):
                 held = before[bucket.index] if bucket.index < len(before) else None
                 if delta is None or changes is None or held is None or not alike(held, bucket):
                     changes = None
-                    # In memory that nobody else writes to: `flatten` has copied already.
-                    self._sent.append(bucket.on_host())
+                    self._sent.append(self._kept(bucket))
                     continue
                 if len(changes) >= WRITERS:
                     # What waits to be compressed is in memory.
@@ -122,6 +125,14 @@ class DeltaSender(ServerSender):
                 self._sent.append(held)
         entries = None if changes is None else [change.result() for change in changes]
         return entries if len(before) == len(self._sent) else None
+
+    def _kept(self, bucket: FlatBucket) -> FlatBucket:
+        """On the host, in memory that nobody else writes to."""
+        if not bucket.data.is_cuda:
+            # `flatten` has copied already.
+            return bucket
+        memory = self._memory.setdefault(bucket.index, HostMemory(bucket.data.device))
+        return replace(bucket, data=memory.room(bucket.data.nbytes).copy_(bucket.data))
 
     def _write(self, delta: Path, bucket: FlatBucket, changes: Planes) -> FileEntry:
         content, parts = compress(changes, level=self._level)

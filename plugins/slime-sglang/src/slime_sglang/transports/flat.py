@@ -11,6 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from slime_core.training.host_memory import on_host
+
 HASHERS: Final = 4
 STACKED: Final = ("q_a_proj", "kv_a_proj_with_mqa")
 """Of latent attention."""
@@ -124,12 +126,3 @@ def checksums(tensors: Sequence[Tensor]) -> list[str]:
 def bytes_of(tensor: Tensor) -> memoryview:
     data: memoryview = on_host(tensor.detach().contiguous()).view(-1).view(torch.uint8).numpy().data
     return data
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """What is on a GPU, in page-locked memory: copies to it are thirty times as fast as to other memory that is taken anew, and
-    torch keeps it for the next one."""
-    if not tensor.is_cuda:
-        return tensor
-    with torch.cuda.device(tensor.device):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
