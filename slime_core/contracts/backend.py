@@ -158,7 +158,8 @@ class TrainBackend(ABC):
     def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         """Whole tensors under their Hugging Face names, on this rank's device, some at a time (a layer, say), always in the
         same order. Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 yield None
-        unless `everywhere`. A tensor may be a view of what is trained: it is read before the next step, never written."""
+        unless `everywhere`. A tensor may be a view of what is trained: it is read before the next step and before
+        `sleep`, never written."""
 
     def frozen_tensors(self) -> frozenset[str]:
         """Names that `export_tensors` gives with the same content every time: an engine needs them once."""

@@ -59,7 +59,7 @@ class MemoryLine:
     estimate: bool = False
     """Not counted tensor by tensor."""
     moves: bool = True
-    """Of a trainer: goes to the host when it sleeps; off: it is given up then."""
+    """Of a trainer: goes to the host when it sleeps, where its place is kept; off: it is given up then."""
     note: str = ""
 
 

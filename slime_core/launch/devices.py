@@ -58,11 +58,14 @@ class Devices:
             return
         if self._awake is tenant and weights_only:
             if not self._weights_only:
+                # If a rank fails here or below, others have moved: the next turn wakes all of them.
+                self._weights_only = True
                 with self.times.of("sleep"):
                     await tenant.each("sleep", True)
         else:
             if self._awake is not tenant:
                 await self._put_to_sleep()
+            self._awake, self._weights_only = tenant, True
             with self.times.of("wake_up"):
                 await (tenant.each("wake", True) if weights_only else tenant.each("wake"))
         self._awake, self._weights_only = tenant, weights_only

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -34,12 +35,13 @@ class HostMemory:
                 self._lock()
             # The old one before the new one.
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8)
             if self._device.type == "cuda":
-                lock(self._memory)
-                self._lock = weakref.finalize(self, unlock, self._memory.data_ptr())
+                lock(memory, self._device)
+                self._lock = weakref.finalize(self, unlock, memory.data_ptr())
                 # The process takes it along at its end.
                 self._lock.atexit = False
+            self._memory = memory
         return self._memory[:nbytes]
 
 
@@ -51,12 +53,14 @@ class HostCopy:
         self._memory = HostMemory(device)
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous. The next call overwrites them."""
+        """Contiguous, each a storage of its own: who writes such a tensor to a file copies none that has more memory than it
+        needs. The next call overwrites them."""
         starts = starts_of(tensor.nbytes for tensor in tensors.values())
         room = self._memory.room(starts[-1])
         found = {}
         for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
-            place = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            own = room.untyped_storage()[start : start + tensor.nbytes]
+            place = torch.empty(0, dtype=torch.uint8).set_(own).view(tensor.dtype).view(tensor.shape)
             found[name] = place.copy_(tensor.detach(), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -65,7 +69,7 @@ class HostCopy:
 
 def on_host(tensor: Tensor) -> Tensor:
     """What is on a GPU, in page-locked memory that is free again when nothing refers to it: torch keeps it for the next such
-    copy. Of a power of two bytes, so not for what stays."""
+    copy, in pieces of a power of two bytes. For what is small, or rare."""
     if not tensor.is_cuda:
         return tensor
     with torch.cuda.device(tensor.device):
@@ -77,9 +81,12 @@ def starts_of(sizes: Iterable[int]) -> list[int]:
     return [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
 
 
-def lock(memory: Tensor) -> None:
+def lock(memory: Tensor, device: torch.device) -> None:
     refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
     if refused:
+        # CUDA remembers it, and torch would tell it of the next kernel.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
         raise TrainingError(
             f"{memory.nbytes / 2**30:.1f} GiB of the host's memory could not be locked for copies from the GPU (CUDA error "
             f"{refused}): it is not there, or this process may not have it (`ulimit -l`, the container's memory). Fewer ranks "

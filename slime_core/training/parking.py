@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -28,21 +29,26 @@ class Parking:
         storages = [one for key, one in storages_of(tensors, self._device).items() if key not in others]
         starts = starts_of(storage.nbytes() for storage in storages)
         room = self._memory.room(starts[-1])
+        parked = []
         for storage, start in zip(storages, starts, strict=False):
             place = room[start : start + storage.nbytes()]
             place.copy_(bytes_of(storage), non_blocking=True)
-            self._parked.append((storage, place))
+            parked.append((storage, place))
         self._wait()
+        self._parked = parked
         for storage in storages:
             storage.resize_(0)
 
     def bring_back(self) -> None:
-        """What is parked, if anything is."""
-        parked, self._parked = self._parked, []
-        for storage, place in parked:
-            storage.resize_(len(place))
-            bytes_of(storage).copy_(place, non_blocking=True)
-        self._wait()
+        """What is parked, if anything is: all of it, or, where the device has too little memory, nothing."""
+        with ExitStack() as back_again:
+            for storage, place in self._parked:
+                back_again.callback(storage.resize_, 0)
+                storage.resize_(len(place))
+                bytes_of(storage).copy_(place, non_blocking=True)
+            self._wait()
+            back_again.pop_all()
+        self._parked = []
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -4,7 +4,7 @@ is left out."""
 import pytest
 import torch
 
-from slime_core.training import host_memory
+from slime_core.errors import TrainingError
 from slime_core.training.host_memory import HostCopy, HostMemory
 from slime_core.training.parking import Parking
 
@@ -50,6 +50,28 @@ def test_what_shares_memory_with_what_stays_stays() -> None:
     assert (weights.sum(), moment.sum()) == (4, 8)
 
 
+def test_a_device_with_too_little_memory_gets_nothing_and_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((4,), float(number)) for number in range(3)]
+    parking = Parking(CPU)
+    parking.park(tensors)
+    room, resize = 2, torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        nonlocal room
+        if nbytes and not room:
+            raise torch.OutOfMemoryError("no room")
+        room -= bool(nbytes)
+        return resize(storage, nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.UntypedStorage, "resize_", resized)
+        with pytest.raises(torch.OutOfMemoryError):
+            parking.bring_back()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0]
+    parking.bring_back()
+    assert [tensor.tolist() for tensor in tensors] == [[number] * 4 for number in range(3)]
+
+
 def test_tensors_of_another_device_are_left_alone() -> None:
     elsewhere = torch.ones(3, device="meta")
     parking = Parking(CPU)
@@ -75,6 +97,7 @@ def test_copies_have_the_values_of_their_moment() -> None:
     assert found["a"].is_contiguous()
     assert found["b"] == 2.5
     assert found["c"].shape == (0,)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in found.values()), "a writer would copy it"
     assert copy.of(tensors)["a"].data_ptr() == found["a"].data_ptr(), "memory was taken anew"
     assert found["a"].tolist() == [[1, 4], [2, 5], [3, 6]]
 
@@ -85,8 +108,13 @@ def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -
         def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
             return 2
 
+    def reminded(*size: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory, from before")
+
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with pytest.raises(
-        host_memory.TrainingError, match=r"2\.0 GiB of the host's memory could not be locked.*offload_train"
-    ):
-        HostMemory(torch.device("cuda")).room(2**31)
+    monkeypatch.setattr(torch, "zeros", reminded)
+    memory = HostMemory(torch.device("cuda"))
+    told = r"2\.0 GiB of the host's memory could not be locked.*offload_train"
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=told):
+            memory.room(2**31)

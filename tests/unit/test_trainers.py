@@ -548,6 +548,37 @@ async def test_with_offload_the_others_sleep_and_devices_change_hands_twice_a_st
     assert changes == ["wake actor", *["sleep actor", "wake critic", "sleep critic", "wake actor"] * 2]
 
 
+@pytest.mark.parametrize("failing", [("sleep", True), ("wake",)])
+async def test_a_role_that_moved_in_part_is_woken_whole_by_its_next_turn(failing):
+    """Some ranks may have moved when another one fails: their memory is not to be used before they are told to wake."""
+    calls = []
+
+    class Failing:
+        failed = False
+
+        async def each(self, *call):
+            calls.append(call)
+            if call == failing and not self.failed:
+                self.failed = True
+                raise TrainingError("one rank has no room")
+
+    role, devices = Failing(), Devices(offload=True)
+    await devices.settle(role)
+
+    async def train_and_publish():
+        for weights_only in (False, True):
+            async with devices.turn(role, weights_only=weights_only):
+                pass
+
+    with pytest.raises(TrainingError):
+        await train_and_publish()
+    calls.clear()
+    async with devices.turn(role):
+        assert calls == [("wake",)]
+    async with devices.turn(role):
+        assert calls == [("wake",)], "it is awake"
+
+
 async def test_a_failure_inside_a_turn_lets_the_next_one_in():
     log = []
     devices = Devices()

@@ -35,10 +35,11 @@ class Residency:
     def wake(self, *, weights_only: bool) -> None:
         self._parking.wake(weights_only=weights_only)
         if not weights_only:
-            freed, self._freed = self._freed, []
-            for gradients, nbytes in freed:
+            while self._freed:
+                gradients, nbytes = self._freed[-1]
                 gradients.untyped_storage().resize_(nbytes)
                 gradients.zero_()
+                self._freed.pop()
 
     def _gradients(self) -> Iterator[Tensor]:
         for chunk in self._chunks:

@@ -125,7 +125,7 @@ class WeightTable:
         )
 
     def _tensor(self, name: str) -> Tensor:
-        """What this rank holds of an entry. Made anew each time: parameters move between device and host."""
+        """What this rank holds of an entry now."""
         whole, number = self._places[name]
         tensor = self._tensors[whole].detach()
         return tensor if number is None else tensor[number]

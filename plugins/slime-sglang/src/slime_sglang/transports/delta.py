@@ -6,7 +6,6 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -128,11 +127,8 @@ class DeltaSender(ServerSender):
 
     def _kept(self, bucket: FlatBucket) -> FlatBucket:
         """On the host, in memory that nobody else writes to."""
-        if not bucket.data.is_cuda:
-            # `flatten` has copied already.
-            return bucket
-        memory = self._memory.setdefault(bucket.index, HostMemory(bucket.data.device))
-        return replace(bucket, data=memory.room(bucket.data.nbytes).copy_(bucket.data))
+        # Where it is there already, `flatten` has copied it.
+        return bucket.on_host(self._memory.setdefault(bucket.index, HostMemory(bucket.data.device)))
 
     def _write(self, delta: Path, bucket: FlatBucket, changes: Planes) -> FileEntry:
         content, parts = compress(changes, level=self._level)

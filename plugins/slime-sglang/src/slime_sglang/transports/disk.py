@@ -9,8 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
 from slime_core.errors import EngineError
+from slime_core.training.host_memory import HostMemory
 from slime_sglang.transports import folder
 from slime_sglang.transports.equality import Digests
 from slime_sglang.transports.flat import flat_buckets
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WRITERS: Final = 4
-"""Buckets that are hashed and written at the same time, while the next ones are gathered."""
+"""Buckets that are hashed and written at the same time, while the next one is gathered."""
 
 
 class DiskSender(ServerSender):
@@ -34,6 +37,7 @@ class DiskSender(ServerSender):
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
         if setup.rank == 0:
+            self._memory = [HostMemory(torch.device(setup.device)) for _ in range(WRITERS + 1)]
             self._root = setup.run_dir / "weights"
             # What an attempt before this one left is of other weights.
             folder.remove_all_but(self._root, [])
@@ -57,7 +61,8 @@ class DiskSender(ServerSender):
                         continue
                     if len(writing) == WRITERS:
                         entries.append(writing.popleft().result())
-                    host = bucket.on_host()
+                    # Only the last ones are still read.
+                    host = bucket.on_host(self._memory[bucket.index % len(self._memory)])
                     if digests is not None:
                         digests.add(host)
                     writing.append(writers.submit(folder.write_whole, beside, host))
@@ -83,3 +88,4 @@ class DiskSender(ServerSender):
             # Engines have what they read in memory, and an attempt after this one brings its own.
             folder.remove(self._root)
             self._root = None
+            self._memory.clear()

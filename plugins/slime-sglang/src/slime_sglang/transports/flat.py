@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slime_core.training.host_memory import on_host
+from slime_core.training.host_memory import HostMemory, on_host
 
 HASHERS: Final = 4
 STACKED: Final = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -45,8 +45,11 @@ class FlatBucket:
             yield name, self.data[start:end].view(dtype).view(shape)
             start = end
 
-    def on_host(self) -> FlatBucket:
-        return replace(self, data=on_host(self.data))
+    def on_host(self, memory: HostMemory) -> FlatBucket:
+        """In `memory`, which nobody else reads any more; or as it is."""
+        if not self.data.is_cuda:
+            return self
+        return replace(self, data=memory.room(self.data.nbytes).copy_(self.data))
 
 
 def flat_buckets(layers: Iterable[Mapping[str, Tensor] | None], bucket_bytes: int) -> Iterator[FlatBucket | None]:
@@ -119,6 +122,9 @@ def checksum(data: Tensor) -> str:
 
 def checksums(tensors: Sequence[Tensor]) -> list[str]:
     """Of each: several at a time, since to hash takes longer than to copy."""
+    if any(tensor.is_cuda for tensor in tensors):
+        # Other threads have streams of their own.
+        torch.cuda.current_stream().synchronize()
     with ThreadPoolExecutor(HASHERS) as hashers:
         return list(hashers.map(checksum, tensors))
 
