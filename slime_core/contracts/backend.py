@@ -191,7 +191,8 @@ class TrainBackend(ABC):
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:
         """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
-        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow."""
+        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow. `slime_core.training.parking` does
+        both."""
 
     @abstractmethod
     def wake(self, weights_only: bool = False) -> None:

@@ -90,7 +90,7 @@ def lock(memory: Tensor, device: torch.device) -> None:
         raise TrainingError(
             f"{memory.nbytes / 2**30:.1f} GiB of the host's memory could not be locked for copies from the GPU (CUDA error "
             f"{refused}): it is not there, or this process may not have it (`ulimit -l`, the container's memory). Fewer ranks "
-            "on a host need less, and launcher.offload_train = false none."
+            "on a host need less; most of it goes to launcher.offload_train and checkpoint.async_save."
         )
 
 

@@ -29,13 +29,13 @@ def test_tensors_come_back_as_they_were_with_their_views() -> None:
 def test_parking_twice_and_coming_back_twice_lose_nothing() -> None:
     tensor = torch.arange(6.0)
     parking = Parking(CPU)
-    for _ in range(2):
+    for steps in range(2):
         parking.park([tensor])
         parking.park([tensor])
         parking.bring_back()
         parking.bring_back()
-        assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
-        tensor += 0
+        assert tensor.tolist() == [number + steps for number in range(6)]
+        tensor += 1
 
 
 def test_what_shares_memory_with_what_stays_stays() -> None:
