@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,13 @@ from slime_core.contracts.transport import EngineEndpoint, SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.server import loading
 from slime_sglang.transports import folder, handles
+from slime_sglang.transports.broadcast import BroadcastError, BroadcastGroup
 from slime_sglang.transports.delta_code import changed as changed_in
 from slime_sglang.transports.delta_code import compare, compress, decompress
 from slime_sglang.transports.flat import flat_buckets, flatten
 from slime_sglang.transports.partner import Partner, serve_partner
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_sglang.transports.servers import Servers
 
 DRIVERS = [Ipc, Distributed, Disk, Delta]
 
@@ -294,6 +298,53 @@ def test_an_engine_that_hangs_is_an_error_after_the_timeout(driver, ranks, stack
     rank = ranks(driver, update_weights_timeout=1.0)
     with pytest.raises(EngineError, match=r"engine 2|has not ended"):
         rank.send(weights(1), 1, engine)
+
+
+def test_an_engine_that_does_not_join_a_group_is_named():
+    engines = [EngineEndpoint(index=index, url="http://127.0.0.1:1", incarnation="first") for index in (0, 2)]
+    group = BroadcastGroup("early", engines, device="cpu", timeout_s=0.05)
+    with pytest.raises(BroadcastError, match=r"group early: not all of engine 0, engine 2 have joined: .*early"):
+        group.join()
+
+
+def test_an_engine_that_leaves_in_a_broadcast_is_an_error_of_engines(stack):
+    """Gloo says RuntimeError: a run would end of it, instead of going on without the engine."""
+    engine = Engine(stack, 2)
+    group = BroadcastGroup("left", [engine.endpoint], device="cpu", timeout_s=10)
+    with ThreadPoolExecutor(1) as beside:
+        there = beside.submit(
+            engine.partner.answer,
+            "/init_weights_update_group",
+            {
+                "group_name": "left",
+                "backend": "gloo",
+                "master_address": group.address,
+                "master_port": group.port,
+                "rank_offset": 1,
+                "world_size": 2,
+            },
+        )
+        group.join()
+        there.result()
+    engine.partner.groups.clear()
+    with pytest.raises(BroadcastError, match=r"not all of engine 2 have received a broadcast"):
+        group.broadcast(torch.ones(1_000_000), None)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.1])
+def test_what_an_engine_says_comes_before_what_its_group_says(stack, late):
+    """Whichever is first: both end at the same timeout."""
+    servers = Servers(5.0)
+    stack.callback(servers.close)
+    calls = [Future(), Future(), Future()]
+    timer = threading.Timer(late, calls[2].set_exception, [EngineError("engine 2: no answer in 5 s")])
+    timer.start()
+    stack.callback(timer.join)
+    calls[0].set_exception(BroadcastError("not all have come"))
+    with pytest.raises(EngineError, match="engine 2: no answer"):
+        servers.wait(calls)
+    with pytest.raises(BroadcastError, match="not all have come"):
+        servers.wait(calls[:1])
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

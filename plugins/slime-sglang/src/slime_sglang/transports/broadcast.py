@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +23,10 @@ from slime_core.errors import EngineError
 
 POLL_S: Final = 0.002
 BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class BroadcastError(EngineError):
+    """Seen from the trainer's end: some engine did not come, left, or hangs. Which one, its own call tells."""
 
 
 class OpenStore(dist.Store):
@@ -58,11 +63,13 @@ class OpenStore(dist.Store):
 
 
 class BroadcastGroup:
-    """This process is rank 0. `join` and `broadcast` block; `abort` ends both from another thread."""
+    """This process is rank 0. `join` and `broadcast` block, and raise BroadcastError; `abort` ends both from another
+    thread."""
 
     def __init__(self, name: str, engines: Sequence[EngineEndpoint], *, device: str, timeout_s: float) -> None:
         self.name = name
         self.size = 1 + sum(engine.num_ranks for engine in engines)
+        self._others = ", ".join(f"engine {engine.index}" for engine in engines)
         self.backend = BACKENDS[device]
         self.address = own_address(engines)
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -88,7 +95,8 @@ class BroadcastGroup:
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{self._device.type}/", store)
         if self.backend == "gloo":
-            self._ends = dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
+            with self._failing("joined"):
+                self._ends = dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
             return
         options = dist.ProcessGroupNCCL.Options()
         # Who waits has given up by then. NCCL's own watchdog would end the process.
@@ -106,13 +114,24 @@ class BroadcastGroup:
         options.rootRank = 0
         options.rootTensor = 0
         if self._stream is None or computed is None:
-            self._ends.broadcast([data], options).wait()
+            with self._failing("received a broadcast"):
+                self._ends.broadcast([data], options).wait()
             return
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(computed)
             data.record_stream(self._stream)
-            self._ends.broadcast([data], options).wait()
+            with self._failing("received a broadcast"):
+                self._ends.broadcast([data], options).wait()
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        # Gloo's are plain RuntimeErrors; of NCCL's, other failures of this GPU are told apart.
+        kinds = (TimeoutError, RuntimeError) if self.backend == "gloo" else (dist.DistError,)
+        try:
+            yield
+        except kinds as error:
+            raise BroadcastError(f"group {self.name}: not all of {self._others} have {what}: {error}") from error
 
     def abort(self) -> None:
         self._open.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -66,6 +66,7 @@ class IpcSender(ServerSender):
                     f"transport ipc: engine {engine.index} ({engine.url}) is on another machine and cannot read this one's "
                     'memory. Use "distributed".'
                 )
+        self._ask_for_drafts(engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         memory: SharedMemory | None = None
@@ -87,6 +88,8 @@ class IpcSender(ServerSender):
                 bytes_sent += bucket.data.nbytes
             self.servers.finish(calls)
         finally:
+            # Whatever failed: engines may be reading.
+            wait(calls)
             if memory is not None:
                 memory.close()
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
@@ -96,17 +99,17 @@ class IpcSender(ServerSender):
             "serialized_named_tensors": payloads,
             "load_format": "flattened_bucket",
             "flush_cache": False,
-            "disable_draft_model": self._has_other_draft(engine),
+            "disable_draft_model": self._other_drafts[engine],
         }
         if bucket.last:
             body["weight_version"] = str(version)
         return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
 
-    def _has_other_draft(self, engine: EngineEndpoint) -> bool:
-        """Asked once of every server."""
-        if engine not in self._other_drafts:
-            self._other_drafts[engine] = has_other_draft(self.servers.get(engine, "/server_info"))
-        return self._other_drafts[engine]
+    def _ask_for_drafts(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Once of every server, and of all before the first of them is sent anything: one that is gone is known then."""
+        for engine in engines:
+            if engine not in self._other_drafts:
+                self._other_drafts[engine] = has_other_draft(self.servers.get(engine, "/server_info"))
 
     # ---------------------------------------------------------------- devices
 
@@ -124,6 +127,7 @@ class IpcSender(ServerSender):
         calls: list[Future[Any]] = []
         held: FlatBucket | None = None
         try:
+            self._ask_for_drafts(mine)
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
                 assert bucket is not None, "an export everywhere gives every rank all tensors"
                 handles = self._exchange(calls, functools.partial(cuda_handle, bucket))
@@ -140,6 +144,7 @@ class IpcSender(ServerSender):
         except KnownToAll:
             raise
         except Exception as error:
+            wait(calls)
             # The others are in their next turn, or will be.
             self.agree(("", f"{type(error).__name__}: {error}"))
             raise

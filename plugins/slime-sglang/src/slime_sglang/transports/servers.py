@@ -6,13 +6,16 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection, new_pool
+from slime_sglang.transports.broadcast import BroadcastError
+
+EXPLAINED_S: Final = 2.0
 
 
 class Servers:
@@ -59,11 +62,15 @@ class Servers:
         return [self.post(engine, path, body, what=what) for engine in engines]
 
     def wait(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """All results; the first failure at once. Not only HTTP calls can be waited for."""
+        """All results; the first failure at once. Not only HTTP calls can be waited for: a broadcast that fails of an
+        engine gives that engine's own call a moment to say more."""
         done, pending = wait(calls, timeout=self.timeout_s + 5, return_when=FIRST_EXCEPTION)
-        # An engine's own error says more than a broadcast that fails of it.
-        for call in sorted(done, key=lambda call: not isinstance(call.exception(), EngineError)):
-            call.result()
+        errors = [error for call in done if (error := call.exception()) is not None]
+        if errors and all(isinstance(error, BroadcastError) for error in errors):
+            done, _ = wait(pending, timeout=EXPLAINED_S, return_when=FIRST_EXCEPTION)
+            errors += [error for call in done if (error := call.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: (not isinstance(error, EngineError), isinstance(error, BroadcastError)))
         if pending:
             raise EngineError(f"sending weights has not ended in {self.timeout_s:g} s.")
         return [call.result() for call in calls]
