@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
 from slime_core.config.bound import PartSpec
@@ -46,14 +48,37 @@ class Scored:
     seconds: float
 
 
-def start_worker(specs: Mapping[str, Servers], plugin_files: tuple[PluginFile, ...]) -> None:
-    """Ctrl-C goes to the whole process group, but the run decides when its workers end. Then, what takes time."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a task raised outside the groups that it is about, or an answer that cannot travel."""
+
+    error: Exception
+    traceback: str
+
+
+def serve(pipe: Connection) -> None:
+    """The process: one task after the other, (function, arguments), as long as somebody sends any.
+
+    Ctrl-C goes to the whole process group, but the run decides when its workers end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    for spec, servers in specs.items():
-        # It says why when it is called; here it would only break the pool.
-        with contextlib.suppress(Exception):
-            build_reward(spec, servers, plugin_files)
+    while True:
+        function, arguments = pipe.recv()
+        pipe.send_bytes(answer_of(function, arguments))
+
+
+def answer_of(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
+    """Pickled. An answer that cannot be is one of its own."""
+    try:
+        return bytes(ForkingPickler.dumps(function(*arguments)))
+    except Exception as error:  # noqa: BLE001 - a reward is foreign code; what it raised is told where it was asked
+        text = traceback.format_exc()
+        try:
+            # An exception may be pickled, and yet not be built again from that.
+            pickle.loads(ForkingPickler.dumps(error))  # noqa: S301 - made here
+        except Exception:  # noqa: BLE001 - as above
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return bytes(ForkingPickler.dumps(Failure(error, text)))
 
 
 def end_with_parent() -> None:

@@ -10,23 +10,19 @@ group would cost more than a fast reward itself, and a slow reward still gets it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing import resource_tracker
 from typing import Final
-
-from pebble import ProcessExpired, ProcessPool
 
 from slime_core.config.bound import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.plugin_file import PluginFile
-from slime_core.rollout.reward_worker import Raised, Servers, build_reward, score_groups, start_worker
+from slime_core.rollout.reward_process import RemoteTraceback, RewardProcess, WorkerDied, WorkerLate
+from slime_core.rollout.reward_worker import Raised, Scored, Servers
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
@@ -40,10 +36,6 @@ ERROR_OF: Final = {
     Outcome.TIMEOUT: RewardTimeout,
     Outcome.INFRA: RewardUnavailable,
 }
-
-
-class RemoteTraceback(Exception):
-    """The traceback of a worker process, as the cause of what is raised here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +75,7 @@ class RewardPool:
         """`timeout_s`: for one group of any reward; None: what each reward says."""
         self._plugin_files = tuple(plugin_files)
         self._timeout_s = timeout_s
-        # Pickled whenever a worker starts, so one that replaces another builds what is known by then.
-        self._specs: dict[str, Servers] = {}
+        self._servers_of: dict[str, Servers] = {}
         self._own: dict[str, OwnLimit] = {}
         self.engines: ServedEngines | None = None
         """Of the model that some rewards ask."""
@@ -92,30 +83,34 @@ class RewardPool:
         self._parcels: set[asyncio.Task[None]] = set()
         self._pace: dict[str, float] = {}
         """Seconds per group of each reward, as its last parcel took."""
-        # spawn: forking a process that has torch's threads can deadlock.
-        self._pool = ProcessPool(
-            max_workers=workers,
-            context=multiprocessing.get_context("spawn"),
-            initializer=start_worker,
-            initargs=(self._specs, self._plugin_files),
-        )
+        self._processes = [RewardProcess(self._plugin_files) for _ in range(workers)]
+        # One that was used a moment ago has built more.
+        self._free: queue.LifoQueue[RewardProcess] = queue.LifoQueue()
+        for process in reversed(self._processes):
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(workers, "rewards")
 
     async def warm(self, spec: PartSpec, *, own: OwnLimit | None = None, asks_engines: bool = False) -> None:
-        """Imports the reward in every worker, now and when it is replaced, so that no group's time limit runs while it
-        does. Raises what building it raises. `own`: its time, where the run says none.
-        `asks_engines`: it is built with those of `engines`."""
-        self._specs[spec.to_json()] = None
+        """Builds the reward in every worker. One that replaces another does so before a group's time begins. Raises what
+        building it raises. `own`: its time, where the run says none. `asks_engines`: it is built with those of `engines`."""
+        text = spec.to_json()
+        self._servers_of[text] = None
         if asks_engines:
             assert self.engines is not None, "a reward that asks engines is bound with a model that they serve"
-            self._specs[spec.to_json()] = await self.engines.servers()
+            self._servers_of[text] = await self.engines.servers()
         if own is not None:
-            self._own[spec.to_json()] = own
-        # The first task starts the workers, and the threads that replace them.
-        with interrupts_held_back():
-            future = self._pool.schedule(
-                build_reward, args=(spec.to_json(), self._specs[spec.to_json()], self._plugin_files)
-            )
-        await asyncio.wrap_future(future)
+            self._own[text] = own
+        loop = asyncio.get_running_loop()
+        building = [
+            loop.run_in_executor(self._threads, process.build, text, self._servers_of[text])
+            for process in self._processes
+        ]
+        try:
+            await asyncio.gather(*building)
+        except WorkerDied as error:
+            raise RewardError(
+                f'reward "{spec.name}": its worker process died while it was built (exit code {error.exitcode}).'
+            ) from error
 
     async def score(self, spec: PartSpec, group: SampleGroup, reward_key: str | None) -> SampleGroup:
         """The group with rewards. Aborted and failed samples, and those that have a reward already, are not scored.
@@ -159,9 +154,9 @@ class RewardPool:
     async def _servers(self, spec: PartSpec) -> Servers:
         """Those that the reward asks now, once there are any."""
         text = spec.to_json()
-        if self.engines is not None and self._specs.get(text) is not None:
-            self._specs[text] = await self.engines.servers()
-        return self._specs.get(text)
+        if self.engines is not None and self._servers_of.get(text) is not None:
+            self._servers_of[text] = await self.engines.servers()
+        return self._servers_of.get(text)
 
     async def _lost(self, servers: Servers, values: Sequence[RewardValue]) -> bool:
         """Whether some of these are failures for the sake of servers that serve no longer."""
@@ -175,9 +170,9 @@ class RewardPool:
         """One for each sample; RewardError if the group cannot be scored."""
         try:
             values = await self._ask(spec, servers, group)
-        except FutureTimeoutError:
+        except WorkerLate:
             raise RewardTimeout(f"{where}: {self._late(spec.to_json(), len(group.samples))}") from None
-        except ProcessExpired as error:
+        except WorkerDied as error:
             raise RewardUnavailable(
                 f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}"
             ) from error
@@ -211,8 +206,10 @@ class RewardPool:
         return f"{told} --reward-timeout, or --on-reward-failure fail_sample to go on without it."
 
     def close(self) -> None:
-        self._pool.stop()
-        self._pool.join()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown()
 
     async def _ask(self, spec: PartSpec, servers: Servers, group: SampleGroup) -> Sequence[RewardValue] | Raised:
         loop = asyncio.get_running_loop()
@@ -251,15 +248,14 @@ class RewardPool:
         """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
         that the one that hangs, or takes the worker down, is the one that fails."""
         groups = [member.group for member in members]
-        future = self._pool.schedule(
-            score_groups,
-            args=(text, members[0].servers, self._plugin_files, groups),
-            timeout=max(self._limit(text, len(group.samples)) for group in groups),
-        )
+        limit = max(self._limit(text, len(group.samples)) for group in groups)
+        asked_by = object()
         try:
+            future = self._threads.submit(self._score, text, members[0].servers, groups, limit, asked_by)
             scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.cancel()
+            for process in self._processes:
+                process.kill(asked_by)
             raise
         except Exception as error:  # noqa: BLE001 - whatever comes back reaches those who wait for it
             left = [member for member in members if not member.answer.done()]
@@ -275,6 +271,16 @@ class RewardPool:
         for member, values in zip(members, scored.values, strict=True):
             if not member.answer.done():
                 member.answer.set_result(values)
+
+    def _score(
+        self, spec: str, servers: Servers, groups: Sequence[SampleGroup], limit_s: float, asked_by: object
+    ) -> Scored:
+        """In a thread. There are as many as processes, so one is free."""
+        process = self._free.get_nowait()
+        try:
+            return process.score(spec, servers, groups, timeout_s=limit_s, asked_by=asked_by)
+        finally:
+            self._free.put(process)
 
 
 def is_scored(sample: Sample) -> bool:
@@ -339,16 +345,3 @@ def finite(value: object, where: str) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{where}: returned {number}; rewards must be finite.")
     return number
-
-
-@contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """What is started meanwhile never sees Ctrl-C: a worker that has not come to `start_worker` yet would end with a
-    traceback."""
-    # Started with the first process, and lets the signals in again when it is.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
