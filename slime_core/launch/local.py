@@ -15,7 +15,7 @@ from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.workers.engine import EngineWorker, EngineWorkerSpec
 from slime_core.workers.trainer import TrainWorker, TrainWorkerSpec
 
-STOP_S: Final = 10.0
+STOP_S: Final = 45.0
 """What a lost engine gets to end its processes."""
 
 

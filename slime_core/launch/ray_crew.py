@@ -95,7 +95,7 @@ class Crew:
         self._grace_s = grace_s
         self._farewell = farewell
         self._members: list[Member] = []
-        self._pending: set[asyncio.Future[Any]] = set()
+        self._pending: dict[asyncio.Future[Any], str] = {}
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._ready = False
         self._has_failed = False
@@ -113,10 +113,11 @@ class Crew:
         """All members hold a worker: from now on they are asked to end by themselves."""
         self._ready = True
 
-    async def run(self, member: Member, work: Awaitable[T]) -> T:
-        """The result of a call on a member; any failure as described above."""
+    async def run(self, member: Member, work: Awaitable[T], call: str = "") -> T:
+        """The result of a call on a member; any failure as described above. `call`: its name; members in other calls do not
+        wait for this one."""
         task: asyncio.Future[T] = asyncio.ensure_future(work)
-        self._pending.add(task)
+        self._pending[task] = call
         try:
             both: set[asyncio.Future[Any]] = {task, self._lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -125,11 +126,11 @@ class Crew:
             return task.result()
         except RayError as error:
             failure = self._roster.explain(error, member)
-            self._pending.discard(task)
-            self._note(failure, error)
+            del self._pending[task]
+            self._note(failure, error, call)
             raise failure from error
         finally:
-            self._pending.discard(task)
+            self._pending.pop(task, None)
             task.cancel()
 
     async def end(self, *, failed: bool = False) -> None:
@@ -162,16 +163,16 @@ class Crew:
             if isinstance(result, Exception) and not failed_before:
                 raise result
 
-    def _note(self, failure: Exception, error: RayError) -> None:
+    def _note(self, failure: Exception, error: RayError, call: str) -> None:
         self._has_failed = True
         if not isinstance(error, RayTaskError):
             self._lose(failure)
-        elif self._pending:
+        elif waiting := frozenset(other for other, its in self._pending.items() if its == call):
             loop = asyncio.get_running_loop()
-            loop.call_later(self._grace_s, self._lose_if_waiting, failure, frozenset(self._pending))
+            loop.call_later(self._grace_s, self._lose_if_waiting, failure, waiting)
 
     def _lose_if_waiting(self, failure: Exception, waiting: frozenset[asyncio.Future[Any]]) -> None:
-        if waiting & self._pending:
+        if waiting & self._pending.keys():
             self._lose(failure)
 
     def _lose(self, failure: Exception) -> None:

@@ -27,13 +27,13 @@ class RayRank:
         self._crew = crew
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self._crew.run(self._member, self._member.actor.call.remote(method, *args, **kwargs))
+        return await self._crew.run(self._member, self._member.actor.call.remote(method, *args, **kwargs), method)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
         """References to items, in the order made; None for a None. Nothing but the count of items passes here."""
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2 * ITEMS_AHEAD}
         items = self._member.actor.stream.options(**options).remote(method, *args)
-        while (is_something := await self._crew.run(self._member, next_value(items))) is not None:
+        while (is_something := await self._crew.run(self._member, next_value(items), method)) is not None:
             # Ray's asynchronous iteration fetches what it waits for; its blocking one does not.
             yield await asyncio.to_thread(next, items) if is_something else None
 
@@ -50,7 +50,7 @@ class RayEngine:
         answers = self._member.actor.generate.options(num_returns="streaming").remote(list(requests))
         exhausted = False
         try:
-            while (completions := await self._crew.run(self._member, next_value(answers))) is not None:
+            while (completions := await self._crew.run(self._member, next_value(answers), "generate")) is not None:
                 for completion in completions:
                     yield completion
             exhausted = True
@@ -60,7 +60,9 @@ class RayEngine:
 
     async def call(self, method: str, *args: Any) -> Any:
         asked = [self._member, *(self._beside if method in OF_ALL else ())]
-        answers = await together([self._crew.run(member, member.actor.call.remote(method, *args)) for member in asked])
+        answers = await together(
+            [self._crew.run(member, member.actor.call.remote(method, *args), method) for member in asked]
+        )
         return answers[0]
 
 

@@ -122,11 +122,11 @@ class Residency:
             return
         surplus = frozenset(Memory) - ENGINES[phase]
         if gone := self._held & surplus:
-            self._held -= gone
             # What was left of a rollout that was given up does not end by itself.
             await self._engines.each("pause")
             with self._devices.times.of("engine_sleep"):
                 await self._engines.each("sleep", in_order(gone))
+            self._held -= gone
         if beside is not None:
             await beside.each("sleep", in_order(surplus))
         # Also those that were lost while they were asked here.
@@ -139,8 +139,9 @@ class Residency:
             return
         if missing := ENGINES[phase] - self._held:
             with self._devices.times.of("engine_wake_up"):
+                # Engines go on waking if this is broken off.
+                self._held |= missing
                 await self._engines.each("wake", in_order(missing))
-            self._held |= missing
             if phase is Phase.ROLLOUT:
                 await self._engines.each("resume")
         if beside is not None:

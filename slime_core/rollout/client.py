@@ -126,11 +126,17 @@ class EngineClient:
     async def ask(self, method: str, *args: Any) -> dict[int, Any]:
         """Calls a method of the engine contract on every engine in service at once; results by index. A watched engine that
         fails is taken out of service and gives no result; one that refuses is well, and the refusal is raised."""
-        if self._failure is not None:
+        if self._failure is not None and method not in HOLDS:
             raise self._failure
         if (held := HOLDS.get(method)) is not None:
             self._note(self._held | {held})
         serving = [seat for seat in self._seats if seat.serves]
+        if self._failure is not None:
+            # The run ends, for a reason that is known. What it has trained is saved before, on devices that those engines give
+            # back that still can.
+            calls = (asyncio.wait_for(seat.engine.call(method, *args), self._call_limit_s) for seat in serving)
+            await asyncio.gather(*calls, return_exceptions=True)
+            return {}
         if self._on_loss is None:
             answers = [(answer,) for answer in await together([seat.engine.call(method, *args) for seat in serving])]
         else:

@@ -290,6 +290,25 @@ class Steers(RouterMiddleware):
         return await call_next(replace(request, engines=tuple(digits)) if digits else request)
 
 
+async def test_without_hope_engines_still_give_back_what_they_hold():
+    """What was trained is saved before the run ends, on the devices that trainer and engines share."""
+    client, (first, second) = client_of(2)
+
+    async def broken(method, *args):
+        raise EngineError("engine 1 is gone")
+
+    second.call = broken
+    client.fail(EngineError("lost again"))
+    for method in ("pause", "sleep"):
+        assert await client.ask(method) == {}
+    assert first.called == [("pause",), ("sleep",)]
+    assert client.at_rest
+    for method in ("wake", "resume", "health"):
+        with pytest.raises(EngineError, match="lost again"):
+            await client.ask(method)
+    assert len(first.called) == 2
+
+
 async def test_a_middleware_chooses_the_engine():
     steers = Steers()
     client, engines = client_of(3, concurrency=1, middlewares=[steers])

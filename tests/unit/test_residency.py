@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from slime_core.contracts.engine import Memory
+from slime_core.errors import EngineError
 from slime_core.launch.devices import Devices
 from slime_core.launch.residency import Residency
 
@@ -179,3 +180,47 @@ async def test_an_engine_that_comes_back_gives_what_the_others_have_given():
         assert other.engine == device.engine == {Memory.WEIGHTS}
     await residency.rollout(beside=newcomer)
     assert other.engine == device.engine == set(Memory)
+
+
+async def test_engines_that_were_told_to_wake_are_put_to_sleep_though_that_was_broken_off(monkeypatch):
+    """By Ctrl-C: what was trained is saved next, and needs the devices."""
+    device = Device()
+    residency, devices, trainer, engines = await colocated(device)
+    async with residency.train(), devices.turn(trainer):
+        pass
+    each = engines.each
+
+    async def wakes_all_the_same(method, *args):
+        await each(method, *args)
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "each", wakes_all_the_same)
+        waking = asyncio.create_task(residency.rollout())
+        while device.engine != set(Memory):
+            await asyncio.sleep(0)
+        waking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+    async with residency.train(), devices.turn(trainer):
+        assert device.engine == set()
+
+
+async def test_engines_that_could_not_be_put_to_sleep_are_told_again():
+    device = Device()
+    device.trainer = {"weights"}
+    residency, devices, trainer, engines = await colocated(device)
+    device.paused, each, tries = False, engines.each, []
+
+    async def refuses_once(method, *args):
+        tries.append(method)
+        if len(tries) == 1:
+            raise EngineError("not now")
+        return await each(method, *args)
+
+    engines.each = refuses_once
+    with pytest.raises(EngineError, match="not now"):
+        async with residency.train():
+            raise AssertionError("the engines hold the devices")
+    async with residency.train(), devices.turn(trainer):
+        assert device.engine == set()

@@ -277,11 +277,12 @@ def test_one_that_is_slow_to_say_that_it_is_well_stays():
     run_fast(scene())
 
 
-def test_a_probe_does_not_count_when_this_process_stood_still():
+@pytest.mark.parametrize("seconds", [6, 3600])
+def test_a_probe_does_not_count_when_this_process_stood_still(seconds):
     class Outage(FaultyEngine):
         async def call(self, method, *args):
-            # As if this process had been stopped for an hour just then.
-            asyncio.get_running_loop().now += 3600
+            # As if this process had been stopped just then, or held by a checkpoint.
+            asyncio.get_running_loop().now += seconds
             await asyncio.sleep(0.01)
             return await super().call(method, *args)
 
@@ -342,7 +343,7 @@ def test_one_that_flaps_ends_the_run():
                 assert "the engine is gone" in told
             # Three starts, and 1 and 2 seconds before the second and the third.
             assert now() == pytest.approx(0.5 + 3 * START_S + 1 + 2)
-            for late in (ward.client.generate(request("c")), ward.client.each("pause")):
+            for late in (ward.client.generate(request("c")), ward.client.each("resume")):
                 with pytest.raises(EngineError, match="max-engine-restarts"):
                     await late
 
