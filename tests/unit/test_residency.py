@@ -188,17 +188,17 @@ async def test_engines_that_were_told_to_wake_are_put_to_sleep_though_that_was_b
     residency, devices, trainer, engines = await colocated(device)
     async with residency.train(), devices.turn(trainer):
         pass
-    each = engines.each
+    each, woken = engines.each, asyncio.Event()
 
     async def wakes_all_the_same(method, *args):
         await each(method, *args)
+        woken.set()
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
         patch.setattr(engines, "each", wakes_all_the_same)
         waking = asyncio.create_task(residency.rollout())
-        while device.engine != set(Memory):
-            await asyncio.sleep(0)
+        await woken.wait()
         waking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waking
