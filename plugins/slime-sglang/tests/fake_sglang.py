@@ -28,6 +28,7 @@ class FakeSglang(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.model_info = {"weight_version": "default", **model_info}
         self.token, self.behave = token, behave
+        self.server_info = {"version": "0.0", "tp_size": 1}
         self.requests = []
         self.paused = False
 
@@ -73,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(400, {"success": False, "message": "cannot be read"})
         answers = {
             "/model_info": server.model_info,
-            "/server_info": {"version": "0.0", "tp_size": 1},
+            "/server_info": server.server_info,
             "/health": {},
             "/health_generate": {},
         }

@@ -19,7 +19,7 @@ from slime_sglang.process import free_port
 from slime_sglang.transports.equality import EqualityCheck
 from slime_sglang.transports.flat import flatten
 from slime_sglang.transports.handles import SharedMemory
-from slime_sglang.transports.plugin import Distributed
+from slime_sglang.transports.plugin import Disk, Distributed
 
 pytestmark = pytest.mark.sglang
 
@@ -88,7 +88,13 @@ async def until_unwell(engine):
 
 async def test_an_engine_over_two_machines(tiny, tmp_path):
     whole = setup_for(
-        tiny, tmp_path, num_devices=2, num_nodes=2, rendezvous=f"{HOSTS[0]}:{free_port(HOSTS[0])}", max_batch=8
+        tiny,
+        tmp_path,
+        num_devices=2,
+        num_nodes=2,
+        rendezvous=f"{HOSTS[0]}:{free_port(HOSTS[0])}",
+        max_batch=8,
+        transport="disk",
     )
     engines = [Sglang.build(Sglang.Config(start_timeout=240)) for _ in HOSTS]
     setups = [replace(whole, host=host, node_rank=rank, run_dir=tmp_path / host) for rank, host in enumerate(HOSTS)]
@@ -98,6 +104,8 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
     sender = Distributed.build_sender(config)
     place = SenderSetup(rank=0, world_size=1, device="cpu", model_path=tiny, run_dir=tmp_path, colocated=False)
     sender.setup(place)
+    files = Disk.build_sender(Disk.Config(update_weights_timeout=60.0))
+    files.setup(place)
     first, beside = engines
     try:
         infos = await asyncio.gather(*(engine.start(setup) for engine, setup in zip(engines, setups, strict=True)))
@@ -111,13 +119,16 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
         assert report.buckets > 5
         assert report.compared_with == "trainer"
         await asyncio.to_thread(require_differences, sender.servers, endpoints, model)
+        # Of a folder both ranks have to say that they have loaded it.
+        link = Link(first, files, model)
+        assert (await Disk.build(Disk.Config()).push(link, link, 2)).buckets == 1
         await first.resume()
         requests = [ask(number, prompt) for number, prompt in enumerate(prompts(4, seed=1))]
         for request, answer in zip(requests, await first.generate(requests), strict=True):
             with torch.no_grad():
                 exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
             assert abs(answer.log_probs - exact).max() < NATS
-            assert {span.version for span in answer.spans} == {1}
+            assert {span.version for span in answer.spans} == {2}
         await asyncio.gather(first.health(), beside.health())
 
         os.kill(infos[1].pid, signal.SIGKILL)
@@ -126,6 +137,7 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))
         sender.close()
+        files.close()
 
 
 async def test_servers_of_one_engine_stay_on_one_machine(tiny, tmp_path):

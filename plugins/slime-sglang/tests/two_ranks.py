@@ -1,4 +1,4 @@
-"""One of two trainer ranks, each with half of every tensor: `two_ranks.py RANK PORT FOLDER`."""
+"""One of two trainer ranks, each with half of every tensor: `two_ranks.py RANK FOLDER`."""
 
 import sys
 from contextlib import ExitStack
@@ -12,8 +12,9 @@ from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
-rank, port, run_dir = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+rank, run_dir = int(sys.argv[1]), Path(sys.argv[2])
+# No port, which somebody else might take before both are there.
+dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=2)
 
 
 def exporter(seed):

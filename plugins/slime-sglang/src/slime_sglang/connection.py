@@ -29,7 +29,11 @@ NOT_PASSED_ON: Final = "call_upstream_request_error"
 """sglang-router's word, in `x-smg-error-code`, for a request that did not reach a server."""
 
 
-class ConnectionLost(EngineError):
+class NoAnswer(EngineError):
+    """What the server makes of the request is not known."""
+
+
+class ConnectionLost(NoAnswer):
     """The server closed a connection that stood open, and has answered nothing on it: it had been idle for too long when
     the request arrived, or the server is gone. Asked once more, on a new connection, it is clear which."""
 
@@ -112,7 +116,7 @@ class Connection:
                 content = await answer.read()
                 status, code = answer.status, answer.headers.get("x-smg-error-code")
         except TimeoutError as error:
-            raise EngineError(f"{self.name}: {method} {path} has not been answered in {timeout_s:g} s.") from error
+            raise NoAnswer(f"{self.name}: {method} {path} has not been answered in {timeout_s:g} s.") from error
         except aiohttp.ClientConnectorError as error:
             raise EngineUnavailable(f"{self.name}: {method} {path}: nobody answers there: {error}.") from error
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
@@ -120,7 +124,7 @@ class Connection:
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             # A pool that was closed under a request raises RuntimeError.
             said = str(error) or type(error).__name__
-            raise EngineError(f"{self.name}: {method} {path} failed: {said}.") from error
+            raise NoAnswer(f"{self.name}: {method} {path} failed: {said}.") from error
         if status in NO_TOKEN:
             raise EngineError(
                 f"{self.name}: {method} {path}: the server refuses the token (status {status}). For external servers, "

@@ -90,8 +90,9 @@ class SglangEngine(RolloutEngine):
                 BucketOrder(setup.model_path, self._name),
                 name=self._name,
                 tp_size=self._features.tp_size,
-                # Servers that the engine started are on its machine.
-                shared=not self._config.external_engine_addrs,
+                # Servers that the engine started are on its machine. One answers when its first pipeline stage has read what
+                # is shared, so with several each is sent bytes of its own.
+                shared=not self._config.external_engine_addrs and self._features.pp_size == 1,
                 drops_prefixes=self._config.pause_mode == "abort",
                 other_draft=self._features.other_draft,
             )

@@ -123,10 +123,13 @@ class Fleet:
             watch.cancel()
             await asyncio.wait([watch])
         processes, self._processes = self._processes, []
-        ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
         pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.close()
+        try:
+            ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
+        finally:
+            # Also where whoever stops it has no more time.
+            if pool is not None:
+                await pool.close()
         for end in ends:
             if isinstance(end, BaseException):
                 raise end

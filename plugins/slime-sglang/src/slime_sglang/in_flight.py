@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
@@ -73,8 +74,10 @@ class RequestsInFlight:
     def fail(self, failure: EngineError) -> None:
         """All end with it, and none is answered from here on."""
         self._failure = failure
+        # A task that is cancelled before it has begun ends without a word: its first step is before this one in the loop.
+        loop = asyncio.get_running_loop()
         for task in self._tasks:
-            task.cancel()
+            loop.call_soon(task.cancel)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -88,9 +91,18 @@ class RequestsInFlight:
             raise EngineRefused(f"{self._name}: {problem}")
         runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
         self._running |= {run.request.request_id: run for run in runs}
-        tasks = [asyncio.create_task(self._serve(run)) for run in runs]
+        tasks = []
+        for run in runs:
+            task = asyncio.create_task(self._serve(run))
+            # Not in the task itself: it may be cancelled before it begins.
+            task.add_done_callback(partial(self._ended, run))
+            tasks.append(task)
         self._tasks.update(tasks)
         return tasks
+
+    def _ended(self, run: Running, task: asyncio.Task[Completion]) -> None:
+        run.ended.set()
+        self._running.pop(run.request.request_id, None)
 
     async def leave(self, tasks: Sequence[asyncio.Task[Completion]]) -> None:
         """Whose caller goes away is ended; closing its connection makes the server abort it."""
@@ -124,9 +136,6 @@ class RequestsInFlight:
             if self._failure is not None:
                 raise self._failure from None
             raise
-        finally:
-            run.ended.set()
-            self._running.pop(run.request.request_id, None)
 
     async def _open_or_aborted(self, run: Running) -> None:
         waits = [asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(run.ended.wait())]

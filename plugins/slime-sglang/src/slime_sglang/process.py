@@ -124,10 +124,14 @@ class ServerProcess:
         return errors[-1][1] if errors and ended_itself else None
 
     def _lines(self) -> list[str]:
-        """Of this process: a log goes on where that of an attempt before ended."""
-        with self.log.open("rb") as file:
-            file.seek(self._start)
-            return file.read().decode(errors="replace").splitlines()
+        """Of this process: a log goes on where that of an attempt before ended. None of a log that cannot be read: that a
+        process has ended is told all the same."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._start)
+                return file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
 
     @property
     def why(self) -> str:

@@ -26,19 +26,56 @@ BASE: Final = "slime_weights_identity"
 
 def load_from_disk(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
-) -> Any:
-    """Around `update_weights_from_disk`."""
+) -> tuple[bool, str]:
+    """Around `update_weights_from_disk`: whether all ranks have loaded it."""
+    loaded, message, identity = load_here(original, updater, model_path, load_format, *args, **kwargs)
+    if kwargs.get("weight_name_filter") is None:
+        # With one it is SGLang that loads experts again, where some were lost: not on all ranks.
+        loaded, message = agreed(loaded, message)
+    if loaded:
+        setattr(updater.get_model(), BASE, identity)
+    return loaded, message
+
+
+def agreed(loaded: bool, message: str) -> tuple[bool, str]:
+    """What all ranks of this pipeline stage say together: SGLang answers with the first one's word for all.
+
+    RuntimeError, of which the server ends, where a later stage has not loaded it: nobody is told of that, and the version
+    would be taken for complete."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return loaded, message
+    from sglang.srt.distributed import get_pp_group, get_tp_group
+
+    group, stage = get_tp_group().cpu_group, get_pp_group().rank_in_group
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (loaded, message), group=group)
+    refusals = [text for done, text in said if not done]
+    if not refusals:
+        return True, message
+    told = "; ".join(dict.fromkeys(refusals))
+    if stage:
+        raise RuntimeError(f"pipeline stage {stage} has not loaded the weights: {told}")
+    return False, told
+
+
+def load_here(
+    original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
+) -> tuple[bool, str, str | None]:
+    """Of this rank: whether it has loaded it, what it says, and the identity of what it holds then."""
     from slime_sglang.transports.folder import MANIFEST, READERS, DamagedWeights, read_manifest, verify_whole
 
     model = updater.get_model()
     folder = Path(model_path)
     if not (folder / MANIFEST).is_file():
         setattr(model, BASE, None)
-        return original(updater, model_path, load_format, *args, **kwargs)
+        loaded, message = original(updater, model_path, load_format, *args, **kwargs)
+        return loaded, message, None
     try:
         manifest = read_manifest(folder)
         if manifest.base is not None and getattr(model, BASE, None) != manifest.base:
-            return False, f"version {manifest.version} is {WRONG_BASE}"
+            return False, f"version {manifest.version} is {WRONG_BASE}", None
         if manifest.base is None:
             verify_whole(folder, manifest)
             setattr(model, BASE, None)
@@ -50,10 +87,8 @@ def load_from_disk(
             apply(model, manifest.buckets, changes)
             loaded, message = True, f"Applied the delta to version {manifest.version}."
     except (DamagedWeights, OSError, ValueError, KeyError) as error:
-        return False, f"{type(error).__name__}: {error}"
-    if loaded:
-        setattr(model, BASE, manifest.identity)
-    return loaded, message
+        return False, f"{type(error).__name__}: {error}", None
+    return loaded, message, manifest.identity
 
 
 def forget_base(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -75,7 +76,8 @@ class BroadcastGroup:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if device == "cuda" else None
         self._timeout = timedelta(seconds=timeout_s)
-        listener = socket.create_server((self.address, 0))
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.create_server((self.address, 0), family=family)
         self._store = dist.TCPStore(
             self.address,
             listener.getsockname()[1],
@@ -141,15 +143,22 @@ class BroadcastGroup:
 
 
 def own_address(engines: Sequence[EngineEndpoint]) -> str:
-    """Of the interface over which the engines are reached; the loopback if all are on this machine."""
+    """Of the interface over which the engines are reached; the loopback if all are on this machine. EngineError for one that
+    cannot be."""
+    address = "127.0.0.1"
     for engine in engines:
         place = urlsplit(engine.url)
+        where = f"engine {engine.index} ({engine.url})"
         if place.hostname is None:
-            raise EngineError(f"engine {engine.index}: {engine.url} is no address.")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent.
-            probe.connect((place.hostname, place.port or 80))
-            address: str = probe.getsockname()[0]
-        if not address.startswith("127."):
+            raise EngineError(f"{where}: that is no address.")
+        try:
+            family, kind, *_, target = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                # Nothing is sent.
+                probe.connect(target)
+                address = probe.getsockname()[0]
+        except OSError as error:
+            raise EngineError(f"{where}: this machine has no way there: {error}.") from error
+        if not ip_address(address).is_loopback:
             return address
-    return "127.0.0.1"
+    return address

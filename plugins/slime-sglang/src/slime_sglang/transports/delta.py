@@ -35,7 +35,8 @@ WRITERS: Final = 4
 
 class DeltaSender(ServerSender):
     """Keeps what it sent last, on the host. An engine that does not hold just that, as far as is known here or as the
-    engine itself says, is sent everything."""
+    engine itself says, is sent everything. What was sent stays in `RUN/weights` till the next push has ended; at the end
+    nothing is left."""
 
     # What has not changed costs nothing here, and the base stays whole.
     skips_frozen: ClassVar[bool] = False
@@ -51,12 +52,14 @@ class DeltaSender(ServerSender):
         self._identity: str | None = None
         """Of what was sent; None: nothing was, or not all."""
         self._holders: set[EngineEndpoint] = set()
+        self._root: Path | None = None
+        """On the rank that writes."""
 
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
-        self._root: Path = setup.run_dir / "weights"
         if setup.rank == 0:
-            folder.remove_all_but(self._root, [])
+            self._root = setup.run_dir / "weights"
+            folder.clear_all_but(self._root, [])
 
     def bring(
         self,
@@ -65,7 +68,7 @@ class DeltaSender(ServerSender):
         engines: Sequence[EngineEndpoint],
         digests: Digests | None,
     ) -> SentReport:
-        if self.place.rank != 0:
+        if self._root is None:
             return SentReport()
         able = servers_that_verify(self.servers, engines)
         unable = [engine for engine in engines if engine not in able]
@@ -77,6 +80,7 @@ class DeltaSender(ServerSender):
         base, identity = self._identity, secrets.token_hex(8)
         self._identity = None
         delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
+        told: list[Path] = []
         try:
             changes = self._take(layers, delta, digests)
             if not self._sent:
@@ -86,15 +90,21 @@ class DeltaSender(ServerSender):
             bytes_sent = 0
             if delta is not None and changes is not None and holders:
                 manifest = Manifest(version=version, identity=identity, base=base, buckets=tuple(changes))
-                refused = try_to_load(self.servers, holders, folder.finish(delta, manifest), version, but=WRONG_BASE)
+                told.append(folder.finish(delta, manifest))
+                refused = try_to_load(self.servers, holders, told[-1], version, but=WRONG_BASE)
                 self._holders.update(set(holders) - set(refused))
                 bytes_sent += sum(entry.nbytes for entry in changes)
             others = [engine for engine in engines if engine not in self._holders]
             if others:
-                bytes_sent += self._send_whole(others, version, identity)
+                beside = folder.begin(self._root / str(version))
+                entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
+                told.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
+                load_from_disk(self.servers, others, told[-1], version)
+                bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)
         finally:
-            folder.remove_all_but(self._root, [])
+            # A server answers when its first pipeline stage has read them: the others may still.
+            folder.clear_all_but(self._root, told)
         density = None if changes is None else self._num_changed / sum(map(num_elements, self._sent))
         return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent), density=density)
 
@@ -144,12 +154,11 @@ class DeltaSender(ServerSender):
             parts=tuple(parts),
         )
 
-    def _send_whole(self, engines: Sequence[EngineEndpoint], version: int, identity: str) -> int:
-        beside = folder.begin(self._root / str(version))
-        entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
-        written = folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries))
-        load_from_disk(self.servers, engines, written, version)
-        return sum(entry.nbytes for entry in entries)
+    def close(self) -> None:
+        super().close()
+        if self._root is not None:
+            folder.clear(self._root)
+            self._root = None
 
 
 def alike(held: FlatBucket, bucket: FlatBucket) -> bool:

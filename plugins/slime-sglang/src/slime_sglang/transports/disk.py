@@ -40,7 +40,7 @@ class DiskSender(ServerSender):
             self._memory = [HostMemory(torch.device(setup.device)) for _ in range(WRITERS + 1)]
             self._root = setup.run_dir / "weights"
             # What an attempt before this one left is of other weights.
-            folder.remove_all_but(self._root, [])
+            folder.clear_all_but(self._root, [])
 
     def bring(
         self,
@@ -72,20 +72,20 @@ class DiskSender(ServerSender):
             manifest = Manifest(version=version, identity=secrets.token_hex(8), buckets=tuple(entries))
             written = folder.finish(beside, manifest)
         finally:
-            folder.remove(beside)
+            folder.clear(beside)
         if len(servers_that_verify(self.servers, engines)) < len(engines):
             try:
                 folder.verify_whole(written, manifest)
             except folder.DamagedWeights as error:
                 raise EngineError(f"engines {[engine.index for engine in engines]} were not told: {error}.") from error
         load_from_disk(self.servers, engines, written, version)
-        folder.remove_all_but(self._root, [written])
+        folder.clear_all_but(self._root, [written])
         return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))
 
     def close(self) -> None:
         super().close()
         if self._root is not None:
             # Engines have what they read in memory, and an attempt after this one brings its own.
-            folder.remove(self._root)
+            folder.clear(self._root)
             self._root = None
             self._memory.clear()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from slime_core.contracts.transport import EngineEndpoint, SentReport
 from slime_core.errors import EngineError
 from slime_sglang.transports.broadcast import BroadcastGroup
+from slime_sglang.transports.broadcast_thread import BroadcastThread
 from slime_sglang.transports.equality import Digests
 from slime_sglang.transports.flat import FlatBucket, flat_buckets
 from slime_sglang.transports.sender import ServerSender, bucket_name
@@ -33,8 +34,7 @@ class DistributedSender(ServerSender):
         self._members: tuple[EngineEndpoint, ...] = ()
         self._names = secrets.token_hex(4)
         self._count = 0
-        # One thread: broadcasts stay in order. It blocks where an engine is late or dead, and then is left behind.
-        self._thread = ThreadPoolExecutor(1, "weights-broadcast")
+        self._thread = BroadcastThread()
 
     def bring(
         self,
@@ -122,11 +122,11 @@ class DistributedSender(ServerSender):
         group, self._group, self._members = self._group, None, ()
         if group is not None:
             group.abort()
-        self._thread.shutdown(wait=False)
-        self._thread = ThreadPoolExecutor(1, "weights-broadcast")
+        self._thread.close()
+        self._thread = BroadcastThread()
 
     def close(self) -> None:
         if self._servers is not None:
             self._leave()
-        self._thread.shutdown(wait=False)
+        self._thread.close()
         super().close()

@@ -5,6 +5,7 @@ The reader may be a process of SGLang's: only what is here is shared with it.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from slime_sglang.transports.flat import FlatBucket, bytes_of, checksum
 
 MANIFEST: Final = "slime_weights.json"
 WRITING: Final = ".writing"
+log = logging.getLogger(__name__)
+
 READERS: Final = 4
 """Buckets that are read at the same time."""
 
@@ -76,8 +79,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 def begin(folder: Path) -> Path:
     """Where to write what will be `folder`."""
     beside = folder.with_name(folder.name + WRITING)
-    remove(beside)
     try:
+        remove(beside)
         beside.mkdir(parents=True)
     except OSError as error:
         raise storage_error(beside, error) from error
@@ -88,8 +91,11 @@ def finish(beside: Path, manifest: Manifest) -> Path:
     """Puts the folder under its name. Nothing is forced to the disk: after a crash of the machine all is sent anew."""
     write_bytes(beside / MANIFEST, manifest.model_dump_json().encode())
     folder = beside.with_name(beside.name.removesuffix(WRITING))
-    remove(folder)
-    os.replace(beside, folder)
+    try:
+        remove(folder)
+        os.replace(beside, folder)
+    except OSError as error:
+        raise storage_error(folder, error) from error
     return folder
 
 
@@ -98,11 +104,24 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def remove_all_but(root: Path, kept: Sequence[Path]) -> None:
-    if root.exists():
-        for folder in root.iterdir():
-            if folder not in kept:
-                remove(folder)
+def clear(folder: Path) -> None:
+    """As far as the file system lets it: what stays costs room, and neither ends a run nor hides why a push has failed. NFS
+    keeps what somebody still reads."""
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning("%s: old weights could not be removed: %s", folder, error)
+
+
+def clear_all_but(root: Path, kept: Sequence[Path]) -> None:
+    try:
+        folders = list(root.iterdir()) if root.exists() else []
+    except OSError as error:
+        log.warning("%s: old weights could not be removed: %s", root, error)
+        return
+    for folder in folders:
+        if folder not in kept:
+            clear(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -23,6 +23,8 @@ from slime_sglang.transports.flat import FlatBucket
 DEVICE: Final = 6
 """Where `reduce_tensor` of a CUDA tensor has the device's number. Processes may number devices differently; SGLang takes
 the device's UUID in its place."""
+COUNTER: Final = slice(11, 13)
+"""Where it has the counter's file, and the place in it."""
 
 
 def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
@@ -52,16 +54,35 @@ class SharedMemory:
 
 
 class HandlePickler(ForkingPickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.counters: list[tuple[bytes, int]] = []
+        """Of what was pickled: where torch counts who has it."""
+
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
         rebuild, arguments = reduce_tensor(obj)
+        self.counters.append(arguments[COUNTER])
         uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
         return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
 
 
-def cuda_handle(bucket: FlatBucket) -> str:
-    """What the server's rank on the same device is sent. The bucket must live until it has answered."""
-    buffer = io.BytesIO()
-    HandlePickler(buffer).dump({"flattened_tensor": bucket.data, "metadata": description(bucket)})
-    return base64.b64encode(buffer.getvalue()).decode()
+class DeviceMemory:
+    """A bucket on this rank's device. `payload` is what the server's rank on the same device is sent.
+
+    torch keeps the memory, also of a bucket that is gone here, until whoever has opened the handle has given it up: where
+    that cannot come, `release` has to."""
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        buffer = io.BytesIO()
+        pickler = HandlePickler(buffer)
+        pickler.dump({"flattened_tensor": bucket.data, "metadata": description(bucket)})
+        self.payload = base64.b64encode(buffer.getvalue()).decode()
+        self._counters = pickler.counters
+
+    def release(self) -> None:
+        """In the place of a reader that never opens it, or has died with it. Once is enough."""
+        counters, self._counters = self._counters, []
+        for handle, offset in counters:
+            torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)

@@ -6,9 +6,9 @@ file of shared memory: unlike torch's own sharing this starts no helper process.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,8 +17,9 @@ from slime_core.errors import EngineError
 from slime_sglang.features import has_other_draft
 from slime_sglang.transports.equality import Digests
 from slime_sglang.transports.flat import FlatBucket, flat_buckets
-from slime_sglang.transports.handles import SharedMemory, cuda_handle
-from slime_sglang.transports.sender import ServerSender, bucket_name
+from slime_sglang.transports.handles import DeviceMemory, SharedMemory
+from slime_sglang.transports.sender import Failure, ServerSender, bucket_name, gravest
+from slime_sglang.transports.servers import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +27,27 @@ if TYPE_CHECKING:
     from slime_sglang.transports.plugin import SentConfig
 
 
-class KnownToAll(EngineError):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What a rank says in one."""
+
+    handle: str = ""
+    """Of its bucket; empty where nobody reads it."""
+    failure: Failure | None = None
+    dead: Sequence[EngineEndpoint] = ()
+    """Which have not answered: what they had opened they do not give up."""
+
+
+class KnownToAll(Exception):
     """Every rank has heard of it, in this turn."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def as_error(self) -> Exception:
+        found = gravest([turn.failure for turn in self.turns if turn.failure is not None])
+        return found.kind(found.text)
 
 
 class IpcSender(ServerSender):
@@ -107,9 +127,9 @@ class IpcSender(ServerSender):
 
     def _ask_for_drafts(self, engines: Sequence[EngineEndpoint]) -> None:
         """Once of every server, and of all before the first of them is sent anything: one that is gone is known then."""
-        for engine in engines:
-            if engine not in self._other_drafts:
-                self._other_drafts[engine] = has_other_draft(self.servers.get(engine, "/server_info"))
+        asked = [engine for engine in engines if engine not in self._other_drafts]
+        answers = self.servers.finish([self.servers.get(engine, "/server_info") for engine in asked])
+        self._other_drafts |= {engine: has_other_draft(said) for engine, said in zip(asked, answers, strict=True)}
 
     # ---------------------------------------------------------------- devices
 
@@ -121,17 +141,21 @@ class IpcSender(ServerSender):
         digests: Digests | None,
     ) -> SentReport:
         """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together. A rank
-        that fails between two turns says so in the next one."""
-        mine = self._engines_from_here(engines)
+        that fails between two turns says so in the next one. A rank whose device no engine here shares makes no handle."""
+        mine, reader = self._engines_from_here(engines), self._reader(engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         held: FlatBucket | None = None
+        made: DeviceMemory | None = None
+        sent: DeviceMemory | None = None
         try:
             self._ask_for_drafts(mine)
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
                 assert bucket is not None, "an export everywhere gives every rank all tensors"
-                handles = self._exchange(calls, functools.partial(cuda_handle, bucket))
-                held = bucket
+                self.servers.finish(calls)
+                made = None if reader is None else DeviceMemory(bucket)
+                handles = self._exchange("" if made is None else made.payload)
+                held, sent, made = bucket, made, None
                 calls = [
                     self._post(engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, version)
                     for engine in mine
@@ -140,45 +164,66 @@ class IpcSender(ServerSender):
                     digests.add(bucket)
                 buckets += bool(mine)
                 bytes_sent += bucket.data.nbytes if mine else 0
-            self._exchange(calls, lambda: "")
-        except KnownToAll:
-            raise
+            self.servers.finish(calls)
+            self._exchange("")
+        except KnownToAll as known:
+            release(made, sent if reader in dead_in(known.turns) else None)
+            raise known.as_error() from None
         except Exception as error:
             wait(calls)
             # The others are in their next turn, or will be.
-            self.agree(("", f"{type(error).__name__}: {error}"))
+            turns = self.agree(Turn(failure=Failure.of(error), dead=unanswered(mine, calls)))
+            release(made, sent if reader in dead_in(turns) else None)
             raise
         del held
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _exchange(self, calls: Sequence[Future[Any]], make_handle: Callable[[], str]) -> list[str]:
-        """Every rank's handle, once `calls` have ended. KnownToAll on all ranks if one of them has met an error."""
-        handle, failure = "", None
-        try:
-            self.servers.finish(calls)
-            handle = make_handle()
-        except (EngineError, RuntimeError) as error:
-            failure = error
-        said = self.agree((handle, None if failure is None else str(failure)))
-        failures = [text for _, text in said if text is not None]
-        if failures:
-            raise KnownToAll("; ".join(failures)) from failure
-        return [text for text, _ in said]
+    def _exchange(self, handle: str) -> list[str]:
+        """Every rank's handle; KnownToAll on all ranks if one of them has met an error."""
+        turns = self.agree(Turn(handle=handle))
+        if any(turn.failure is not None for turn in turns):
+            raise KnownToAll(turns)
+        return [turn.handle for turn in turns]
 
     def _engines_from_here(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
-        """Those whose first rank shares this rank's device. Engines are alike and stand one after the other, also where
-        not all of them are in service."""
-        mine = []
+        """Those whose first rank shares this rank's device."""
+        return [server for server, ranks in self._devices_of(engines) if ranks.start == self.place.rank]
+
+    def _reader(self, engines: Sequence[EngineEndpoint]) -> EngineEndpoint | None:
+        """The one of which some rank shares this rank's device."""
+        return next((server for server, ranks in self._devices_of(engines) if self.place.rank in ranks), None)
+
+    def _devices_of(self, engines: Sequence[EngineEndpoint]) -> Iterator[tuple[EngineEndpoint, range]]:
+        """The trainer's ranks on whose devices each stands. Engines are alike and stand one after the other, also where not
+        all of them are in service."""
         for index in sorted({engine.index for engine in engines}):
             servers = [engine for engine in engines if engine.index == index]
             first = index * sum(server.num_ranks for server in servers)
             for server in servers:
-                if first == self.place.rank:
-                    mine.append(server)
+                yield server, range(first, first + server.num_ranks)
                 first += server.num_ranks
             if first > self.place.world_size:
                 raise EngineError(
                     f"transport ipc: the engines up to {index} have {first} ranks, the trainer's devices are "
                     f"{self.place.world_size}."
                 )
-        return mine
+
+
+def release(*memories: DeviceMemory | None) -> None:
+    for memory in memories:
+        if memory is not None:
+            memory.release()
+
+
+def unanswered(engines: Sequence[EngineEndpoint], calls: Sequence[Future[Any]]) -> list[EngineEndpoint]:
+    """`calls`: one to each, which have ended, or none at all."""
+    errors = [call.exception() for call in calls]
+    return [
+        engine
+        for engine, error in zip(engines, errors, strict=False)
+        if error is not None and not isinstance(error, Refused)
+    ]
+
+
+def dead_in(turns: Sequence[Turn]) -> set[EngineEndpoint]:
+    return {engine for turn in turns for engine in turn.dead}

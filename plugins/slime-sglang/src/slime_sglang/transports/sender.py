@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import torch.distributed as dist
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, StorageError
 from slime_sglang.transports.equality import Digests, EqualityCheck
 from slime_sglang.transports.flat import FlatBucket, partner_of
 from slime_sglang.transports.servers import Servers
@@ -24,6 +24,31 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+RANKS_WAIT: Final = timedelta(days=1)
+"""Longer than any push: each call of the first rank has a bound, but it makes several, and writes files, while the others
+wait for it. A rank that dies ends the wait at once: its connections close."""
+KINDS: Final = (EngineError, StorageError, RuntimeError)
+"""What a failure is to the run: engines are healed and get the weights anew; a disk is not; nor are trainers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as other ranks are told of it."""
+
+    kind: type[Exception]
+    """One of `KINDS`; the last for all that is none of the others."""
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
+        return cls(kind, f"{type(error).__name__}: {error}" if kind is RuntimeError else str(error))
+
+
+def gravest(failures: Sequence[Failure]) -> Failure:
+    """Of the first rank that has one of its kind. What healing engines does not mend comes first."""
+    return max(failures, key=lambda failure: KINDS.index(failure.kind))
 
 
 class ServerSender(WeightSender):
@@ -50,8 +75,7 @@ class ServerSender(WeightSender):
         self._servers = Servers(self._config.update_weights_timeout)
         if setup.world_size > 1:
             # Ranks that fail early wait here for those that still send.
-            limit = timedelta(seconds=2 * self._config.update_weights_timeout)
-            self._ranks = dist.new_group(backend="gloo", timeout=limit)
+            self._ranks = dist.new_group(backend="gloo", timeout=RANKS_WAIT)
 
     @property
     def everywhere(self) -> bool:
@@ -90,15 +114,21 @@ class ServerSender(WeightSender):
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What fails inside on one rank fails on all, with the first one's reason."""
+        """What fails inside on one rank fails on all, with errors of one kind: which rank's is heard first is chance."""
+        own: Exception | None = None
         try:
             yield
-        except Exception as error:
-            self.agree(f"{type(error).__name__}: {error}")
-            raise
-        failures = [said for said in self.agree(None) if said is not None]
-        if failures:
-            raise EngineError(f"another trainer rank could not send weights: {failures[0]}")
+        except Exception as error:  # noqa: BLE001 - raised below, or one that is graver
+            own, said = error, self.agree(Failure.of(error))
+        else:
+            said = self.agree(None)
+        failures = [failure for failure in said if failure is not None]
+        if not failures:
+            return
+        found = gravest(failures)
+        if own is not None and Failure.of(own).kind is found.kind:
+            raise own
+        raise found.kind(f"another trainer rank could not send weights: {found.text}") from own
 
     def agree(self, said: T) -> list[T]:
         """What every rank says, by rank."""

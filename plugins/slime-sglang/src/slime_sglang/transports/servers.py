@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.transport import EngineEndpoint
-from slime_core.errors import EngineError
-from slime_sglang.connection import Connection, new_pool
+from slime_core.errors import EngineError, EngineUnavailable
+from slime_sglang.connection import Connection, NoAnswer, new_pool
 from slime_sglang.transports.broadcast import BroadcastError
 
 EXPLAINED_S: Final = 2.0
+
+
+class Refused(EngineError):
+    """The server lives, and has answered that it did not do what it was asked."""
 
 
 class Servers:
@@ -40,14 +44,15 @@ class Servers:
         try:
             answer = await connection.post(path, body, timeout_s=self.timeout_s)
         except EngineError as error:
-            raise EngineError(f"{what}: {error}" if what else str(error)) from error
+            kind = EngineError if isinstance(error, NoAnswer | EngineUnavailable) else Refused
+            raise kind(f"{what}: {error}" if what else str(error)) from error
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineError(f"{what}: {connection.name}: POST {path}: the answer is {answer!r:.300}.")
+            raise Refused(f"{what}: {connection.name}: POST {path}: the answer is {answer!r:.300}.")
         return answer
 
-    def get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
-        """The answer, waited for."""
-        return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop).result()
+    def get(self, engine: EngineEndpoint, path: str) -> Future[Mapping[str, Any]]:
+        """Begins a call."""
+        return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop)
 
     async def _get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
         connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
@@ -62,13 +67,13 @@ class Servers:
         return [self.post(engine, path, body, what=what) for engine in engines]
 
     def wait(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """All results; the first failure at once. Not only HTTP calls can be waited for: a broadcast that fails of an
-        engine gives that engine's own call a moment to say more."""
-        done, pending = wait(calls, timeout=self.timeout_s + 5, return_when=FIRST_EXCEPTION)
-        errors = [error for call in done if (error := call.exception()) is not None]
+        """All results; the first failure at once, of several the one of the first call. Not only HTTP calls can be waited
+        for: a broadcast that fails of an engine gives that engine's own call a moment to say more."""
+        _, pending = wait(calls, timeout=self.timeout_s + 5, return_when=FIRST_EXCEPTION)
+        errors = failures_of(calls)
         if errors and all(isinstance(error, BroadcastError) for error in errors):
-            done, _ = wait(pending, timeout=EXPLAINED_S, return_when=FIRST_EXCEPTION)
-            errors += [error for call in done if (error := call.exception()) is not None]
+            wait(pending, timeout=EXPLAINED_S, return_when=FIRST_EXCEPTION)
+            errors = failures_of(calls)
         if errors:
             raise min(errors, key=lambda error: (not isinstance(error, EngineError), isinstance(error, BroadcastError)))
         if pending:
@@ -85,3 +90,8 @@ class Servers:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+def failures_of(calls: Iterable[Future[Any]]) -> list[BaseException]:
+    """In their order; of those that have ended."""
+    return [error for call in calls if call.done() and (error := call.exception()) is not None]

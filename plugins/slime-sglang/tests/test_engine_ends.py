@@ -1,0 +1,147 @@
+"""What is told when a server ends, and what is let go: requests that have just come, connections, memory that is still read."""
+
+import asyncio
+import base64
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine_setup import setup_for
+from fake_sglang import FakeSglang
+
+from slime_core.errors import EngineError
+from slime_core.testing.fast_clock import run_fast
+from slime_core.testing.tiny_model import buckets_of, load_plain, named_weights
+from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_sglang.connection import Connection, new_pool
+from slime_sglang.fleet import Fleet
+from slime_sglang.in_flight import RequestsInFlight
+from slime_sglang.plugin import Sglang
+from slime_sglang.process import ServerProcess
+
+
+class Silent:
+    """Of a fleet of one server, which does not answer."""
+
+    router = None
+    name = "server"
+
+    def __init__(self):
+        self.servers = [self]
+
+    def at(self, place):
+        return self
+
+    async def post(self, path, body, **how):
+        await asyncio.Event().wait()
+
+
+def requests_in_flight():
+    return RequestsInFlight(
+        Silent(),
+        SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
+        SimpleNamespace(index=0, max_context_len=100),
+        check=SimpleNamespace(problem=lambda *request: None),
+        vocab_size=10,
+        image_tokens=None,
+        experts=None,
+        version=lambda: 0,
+    )
+
+
+def request(name):
+    sampling = SamplingParams(max_new_tokens=5)
+    return GenerateRequest(request_id=name, token_ids=np.array([1], np.int32), sampling=sampling, seed=1)
+
+
+def test_a_request_that_has_just_come_ends_with_the_engines_failure():
+    """And not as one whose caller went away: it is sent to another engine."""
+
+    async def scene():
+        in_flight = requests_in_flight()
+        tasks = in_flight.enter([request("early")])
+        await asyncio.sleep(1)
+        tasks += in_flight.enter([request("late")])
+        in_flight.fail(EngineError("engine 0: its process was killed"))
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(end) for end in ends] == ["engine 0: its process was killed"] * 2
+        assert len(in_flight) == 0
+
+    run_fast(scene())
+
+
+def test_a_request_that_is_left_before_it_began_does_not_run():
+    async def scene():
+        in_flight = requests_in_flight()
+        await in_flight.leave(in_flight.enter([request("left")]))
+        assert len(in_flight) == 0
+        await in_flight.abort()
+
+    run_fast(scene())
+
+
+class Process:
+    """Of a server that somebody else runs."""
+
+    pid = 0
+    exit_code = None
+
+    async def stop(self):
+        pass
+
+
+class Stubborn(Process):
+    async def stop(self):
+        await asyncio.Event().wait()
+
+
+async def test_connections_are_closed_where_the_time_to_stop_is_over():
+    fleet = Fleet(Sglang.Config())
+    pool = fleet._pool = new_pool()
+    fleet._processes = [Stubborn()]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await fleet.stop()
+    assert pool.closed
+
+
+async def test_a_death_is_told_where_the_log_is_gone(tmp_path):
+    process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", environment={})
+    process._process.wait(60)
+    process.log.unlink()
+    fleet = Fleet(Sglang.Config())
+    fleet._processes = [process]
+    told = asyncio.get_running_loop().create_future()
+    fleet.watch(told.set_result)
+    assert f"its process {process.pid} ended with exit code 0" in str(await asyncio.wait_for(told, 20))
+    await fleet.stop()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_memory_is_shared_with_a_server_of_one_stage(stages, tiny, tmp_path, monkeypatch):
+    """One of several answers when its first stage has read a bucket, and the others read on."""
+    known = {"model_path": str(tiny), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    server = FakeSglang(known)
+    server.server_info = {"version": "0.0", "tp_size": 1, "pp_size": stages}
+    threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02}).start()
+
+    async def found(config, setup, place, pool, *, common_token):
+        connection = Connection(pool, f"http://{server.address}", "tok", "engine 0")
+        return SimpleNamespace(connection=connection, bootstrap_port=None, process=Process())
+
+    monkeypatch.setattr("slime_sglang.fleet.start_server", found)
+    engine = Sglang.build(Sglang.Config())
+    try:
+        await engine.start(setup_for(tiny, tmp_path, num_devices=stages))
+        await engine.pause()
+        for bucket in buckets_of(named_weights(load_plain(tiny)), 0, 1):
+            await engine.load_bucket(bucket)
+    finally:
+        await engine.stop()
+        server.shutdown()
+        server.server_close()
+    sent = [options for path, options in server.requests if path == "/update_weights_from_tensor"]
+    payloads = [base64.b64decode(options["serialized_named_tensors"][0]) for options in sent]
+    assert payloads
+    assert [b"/proc/" in payload for payload in payloads] == [stages == 1] * len(payloads)

@@ -1,0 +1,107 @@
+"""What becomes of a bucket that the transport `ipc` lends by a CUDA handle: torch keeps it until its reader has given it up,
+and not every handle has a reader that can."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_core.contracts.transport import EngineEndpoint, SenderSetup
+from slime_sglang.transports.flat import FlatBucket, flatten
+from slime_sglang.transports.handles import DeviceMemory
+from slime_sglang.transports.ipc import Turn
+from slime_sglang.transports.partner import Partner, serve_partner
+from slime_sglang.transports.plugin import Ipc
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 64 * 2**20
+READER = """
+import base64, pickle, sys
+from torch.multiprocessing import reductions
+
+rebuild = reductions.rebuild_cuda_tensor
+# As SGLang does, which finds the device by its UUID: there is one.
+reductions.rebuild_cuda_tensor = lambda *given: rebuild(*given[:6], 0, *given[7:])
+held = pickle.loads(base64.b64decode(sys.stdin.readline()))
+print(int(held["flattened_tensor"][0]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def bucket() -> FlatBucket:
+    return flatten([("a", torch.full((SIZE,), 7, dtype=torch.uint8, device="cuda"))], index=0, last=True)
+
+
+def in_use() -> int:
+    gc.collect()
+    torch.cuda.ipc_collect()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.fixture
+def before() -> int:
+    # What the first handle of a process takes stays.
+    DeviceMemory(bucket()).release()
+    return in_use()
+
+
+def test_a_handle_that_nobody_opens(before: int) -> None:
+    memory = DeviceMemory(bucket())
+    assert in_use() >= before + SIZE, "torch gives it back by itself: nothing has to be released"
+    memory.release()
+    memory.release()
+    assert in_use() == before
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_reader_that_ends(before: int, killed: bool) -> None:
+    """One that is killed gives nothing up."""
+    memory = DeviceMemory(bucket())
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        try:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            reader.stdin.write(memory.payload + "\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline() == "7\n"
+            assert in_use() >= before + SIZE
+            if not killed:
+                reader.communicate(timeout=60)
+        finally:
+            reader.kill()
+    if killed:
+        assert in_use() >= before + SIZE
+        memory.release()
+    assert in_use() == before
+
+
+def test_a_push_to_the_engine_of_another_rank(before: int, tmp_path: Path) -> None:
+    """The first of two ranks, while the second one's engine gets weights."""
+    sender = Ipc.build_sender(Ipc.Config(update_weight_buffer_size=SIZE))
+    where = {"model_path": tmp_path, "run_dir": tmp_path}
+    setup = SenderSetup(rank=0, world_size=1, device="cuda", colocated=True, **where)
+    sender.setup(setup)
+    sender._place = replace(setup, world_size=2)
+    sender.agree = lambda said: [said, Turn() if isinstance(said, Turn) else None]
+
+    def export(*, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+        for number in range(4):
+            yield {f"layers.{number}.w": torch.ones(SIZE, dtype=torch.uint8, device="cuda")}
+
+    try:
+        with serve_partner(Partner(lambda received: None)) as url:
+            assert sender.send(export, 1, [EngineEndpoint(index=1, url=url)]).buckets == 0
+    finally:
+        sender.close()
+    assert in_use() == before
