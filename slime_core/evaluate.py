@@ -10,7 +10,7 @@ import numpy as np
 
 from slime_core.config.bound import BoundEvalSet
 from slime_core.metrics import count_metrics, distribution, pass_at_k, reward_part_metrics
-from slime_core.rollout.groups import GroupRunner
+from slime_core.rollout.groups import GroupRunner, all_or_none
 from slime_core.types.prompt import Prompt
 from slime_core.types.report import EvalReport
 from slime_core.types.sample import SampleGroup, Status
@@ -36,7 +36,7 @@ class Evaluator:
 
     async def evaluate(self, rollout_id: int, version: int) -> tuple[EvalReport, Mapping[str, tuple[SampleGroup, ...]]]:
         """Runs all sets at once. Same weights, same seeds: same answers."""
-        sets = await asyncio.gather(*(self._run(task) for task in self._tasks))
+        sets = await all_or_none([asyncio.create_task(self._run(task)) for task in self._tasks])
         groups = {task.settings.name: found for task, found in zip(self._tasks, sets, strict=True)}
         metrics: dict[str, float] = {}
         for task in self._tasks:
@@ -48,12 +48,7 @@ class Evaluator:
         extra = task.settings.metadata_overrides
         prompts = [replace(prompt, metadata={**prompt.metadata, **extra}) for prompt in task.prompts]
         running = [task.runner.start(prompt) for prompt in prompts]
-        try:
-            return tuple(await asyncio.gather(*(group.task for group in running)))
-        finally:
-            # After a failure, what else is under way would go on without anyone to wait for it.
-            for group in running:
-                group.task.cancel()
+        return tuple(await all_or_none([group.task for group in running]))
 
 
 def version_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:

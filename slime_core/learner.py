@@ -132,13 +132,16 @@ class Learner:
         plan: LearnerPlan,
         *,
         on_batch: Callable[[int, int, Batch, TokenColumns], None],
+        before_steps: Callable[[], None] = lambda: None,
         teacher: EngineScorer | None = None,
     ) -> None:
-        """`trainers`: by the name of the role. `teacher`: where it stands behind engines."""
+        """`trainers`: by the name of the role. `before_steps`: called when they are about to change. `teacher`: where it stands
+        behind engines."""
         self._teacher = teacher
         self._trainers = trainers
         self._plan = plan
         self._on_batch = on_batch
+        self._before_steps = before_steps
         self._skipped_in_a_row: Counter[str] = Counter()
 
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
@@ -172,6 +175,7 @@ class Learner:
             credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
         self._on_batch(rollout_id, version, batch, credited.columns)
         refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
+        self._before_steps()
         # In the opposite order of scoring: devices that several share are still with the role that was scored last.
         trained = await asyncio.gather(
             *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))

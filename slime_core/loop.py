@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 
 from slime_core.buffer.buffer import BufferSnapshot
-from slime_core.errors import EngineError, Interrupted, RolloutsExhausted
+from slime_core.errors import EngineError, Interrupted, PluginError, RolloutError, RolloutsExhausted, TrainingError
 from slime_core.saving import Saving
 from slime_core.session import Session
 from slime_core.types.sample import SampleGroup
@@ -43,6 +44,8 @@ class Schedule:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._started: deque[Ahead] = deque()
+        self._taken: Ahead | None = None
+        """The one that is trained, or was last."""
         self._before: dict[int, BufferSnapshot] = {}
         """The buffer as it was when the collection of a step began."""
         self.in_flight = session.run.config.rollout.in_flight
@@ -85,16 +88,16 @@ class Schedule:
             await asyncio.wait({oldest.task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not oldest.task.done():
                 raise Interrupted("interrupted while generating")
-            groups = oldest.task.result()
+            groups = collected(oldest)
         finally:
             stop.cancel()
-        self._started.popleft()
+        self._taken = self._started.popleft()
         self._before.pop(oldest.step)
         return groups
 
-    async def drained(self) -> list[list[SampleGroup]]:
-        """Waits for everything under way; the groups of steps that are ahead, oldest first. Interrupted if the run is asked
-        to stop before they are there."""
+    async def drained(self) -> None:
+        """Waits for everything under way; what failed is told when it is the next to be trained. Interrupted if the run is
+        asked to stop before."""
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             for ahead in self._started:
@@ -103,16 +106,22 @@ class Schedule:
                     raise Interrupted("interrupted while generating")
         finally:
             stop.cancel()
-        return [ahead.task.result() for ahead in self._started]
 
     async def at_rest(self) -> list[list[SampleGroup]]:
         """For a checkpoint: nothing runs, and what is not in the buffer is in the groups of the steps ahead that are
         complete, oldest first. The run goes on from there as one that is resumed does."""
-        if not self.pooled:
-            return await self.drained()
-        await self._settled()
-        await self._break_off(patient=True)
-        return [ahead.task.result() for ahead in self._started]
+        if self.pooled:
+            await self._settled()
+            await self._break_off(patient=True)
+            return [ahead.task.result() for ahead in self._started]
+        await self.drained()
+        failed = [ahead for ahead in self._started if not succeeded(ahead.task)]
+        self._keep_complete()
+        groups = [ahead.task.result() for ahead in self._started]
+        if failed:
+            # Whoever goes on from the checkpoint collects it again. Here it is told in its turn, and none begins behind it.
+            self._started.append(failed[0])
+        return groups
 
     async def _settled(self) -> None:
         """In a replay, waits until nothing more is to happen before everything is broken off. Raises what a step has raised,
@@ -124,31 +133,50 @@ class Schedule:
             while not settling.done():
                 unfinished = {task for task in steps if not task.done()}
                 await asyncio.wait({settling, stop, *unfinished}, return_when=asyncio.FIRST_COMPLETED)
-                for task in steps:
-                    if task.done():
-                        task.result()
+                for ahead in self._started:
+                    if ahead.task.done():
+                        collected(ahead)
                 if stop.done() and not settling.done():
                     raise Interrupted("interrupted while waiting for what was recorded")
         finally:
             settling.cancel()
             stop.cancel()
 
-    async def abandon(self) -> list[list[SampleGroup]]:
-        """Ends all that is under way. Pooled groups are kept, as `at_rest`, as far as the engines can be asked; else the
-        buffer and the counters are as before the oldest of the steps."""
+    async def abandon(self, *, refused: bool = False) -> list[list[SampleGroup]]:
+        """Ends all that is under way; as `at_rest`, as far as the engines can be asked. Groups that were taken and that the
+        trainers have not begun to train are those of a step ahead again; `refused`: they are to blame, and are generated
+        anew."""
+        session, taken, self._taken = self._session, self._taken, None
+        if taken is not None and taken.step == session.state.rollout_id and session.between_steps.is_set():
+            self._started.appendleft(taken)
+        else:
+            refused = False
         if self.pooled:
-            # Engines that cannot be asked have lost what they had; the error that ends the run is the one to tell.
-            with contextlib.suppress(EngineError):
+            # Everything is in the buffer by then. Engines that cannot be asked have lost what they had, and observers may be
+            # what ends the run: the error that does is the one to tell.
+            with contextlib.suppress(EngineError, PluginError):
                 await self._break_off(patient=False)
-            return [ahead.task.result() for ahead in self._started]
-        await self._cancel(self._started)
-        if self._started:
-            session, oldest = self._session, self._started[0].step
-            if oldest in self._before:
-                session.buffer.restore(self._before[oldest])
-            session.state = replace(session.state, next_collect=oldest)
+        else:
+            await self._cancel(self._started)
+            self._keep_complete()
+        if refused:
+            # A checkpoint that held them would be of no use: whoever goes on from it is refused again.
+            for ahead in self._started:
+                session.put_back(ahead.step, ahead.task.result(), kept=False)
+            session.state = replace(session.state, next_collect=session.state.rollout_id)
             self._started.clear()
-        return []
+        return [ahead.task.result() for ahead in self._started]
+
+    def _keep_complete(self) -> None:
+        """Steps before the first that is not complete stay; the buffer and the counters are as before that one."""
+        complete = deque(itertools.takewhile(lambda ahead: succeeded(ahead.task), self._started))
+        if len(complete) == len(self._started):
+            return
+        session, broken = self._session, self._started[len(complete)].step
+        if broken in self._before:
+            session.buffer.restore(self._before[broken])
+        session.state = replace(session.state, next_collect=broken)
+        self._started = complete
 
     async def _break_off(self, *, patient: bool) -> None:
         """Only complete steps stay; the collector gives everything else to the buffer."""
@@ -164,6 +192,16 @@ class Schedule:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def collected(ahead: Ahead) -> list[SampleGroup]:
+    """What its collection, which has ended, gave or raised."""
+    if ahead.task.cancelled():
+        # Passed on, it would end the run without a word and without saving, as if somebody had asked for that.
+        raise RolloutError(
+            f"step {ahead.step}: its collection was cancelled from within: by a reward, a filter, a generator or a middleware."
+        )
+    return ahead.task.result()
 
 
 def succeeded(task: asyncio.Task[list[SampleGroup]]) -> bool:
@@ -186,7 +224,7 @@ async def run_loop(session: Session) -> None:
             generated = time.perf_counter()
             report = await session.train(step, groups)
             due = session.is_due(step)
-            # Logged before it is saved: a checkpoint never knows of a step that the record does not.
+            # Logged before it is saved: a checkpoint never knows of a step that was not logged, or failed to be and said so.
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
             await saving.keep_schedule()
             if due.save:
@@ -205,8 +243,11 @@ async def run_loop(session: Session) -> None:
         await session.evaluated()
         await saving.completed()
     except Exception as error:
-        ahead = await schedule.abandon()
+        ahead = await schedule.abandon(refused=isinstance(error, RolloutError | TrainingError))
         await session.end_evaluation()
+        if isinstance(error, EngineError) and session.client is not None:
+            # Those that are left give their devices to what is saved; the others cannot be asked.
+            session.client.fail(error)
         await saving.save_unsaved(ahead)
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise

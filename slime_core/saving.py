@@ -48,7 +48,8 @@ class Saving:
             blocked_s = time.perf_counter() - began
             self._beside = asyncio.create_task(self._complete_beside(state, unfinished, began, blocked_s))
         else:
-            self._tell(state, session.store.complete(unfinished), began)
+            # Everything is in its files: the disk is waited for while engines are watched, and nothing else goes on.
+            self._tell(state, await asyncio.to_thread(session.store.complete, unfinished), began)
 
     async def keep_schedule(self) -> None:
         """Writes down what decided the bits since the last step: engines and pool would keep it until the next checkpoint,
@@ -81,10 +82,18 @@ class Saving:
             self._beside = None
 
     async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
-        """A complete checkpoint, if anything was trained since the last one; none of trainers that are within a step."""
-        await self.completed()
+        """A complete checkpoint, if anything was trained since the last one; none of trainers that are within a step. One that
+        was being written and fails is made up for; its error is raised only if nothing can be."""
         session = self._session
-        if session.state.rollout_id > session.saved_rollout_id and session.between_steps.is_set():
+        failed: Exception | None = None
+        try:
+            await self.completed()
+        except Exception as error:  # noqa: BLE001 - what ended the run is the one to tell, unless this is not made up for
+            failed = error
+        unsaved = session.state.rollout_id > session.saved_rollout_id
+        if unsaved and failed is not None and not session.between_steps.is_set():
+            raise failed
+        if unsaved and session.between_steps.is_set():
             await self.save(
                 ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core import __version__
+from slime_core.buffer.atomic_file import write_text
 from slime_core.errors import ConfigError
 from slime_core.manifest import differences
 from slime_core.rollout.recorded import News, NewsKind
@@ -41,12 +42,16 @@ class ScheduleFile:
         from; None: it begins."""
         self._path = path
         kept = [] if resumed_at is None or not path.exists() else lines_up_to(path, resumed_at)
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept or [{"run": identity}]))
+        lines = kept or [{"run": identity}]
         if resumed_at is not None:
-            self._append([{"attempt": resumed_at}])
-        if kept and (changed := differences(kept[0].get("run", {}), identity)):
-            broken = f"there the run was resumed with other settings ({told(changed)})"
-            self._append([{"checkpoint": resumed_at, "broken": broken}])
+            lines.append({"attempt": resumed_at})
+            if not kept:
+                broken = "there the run was resumed, and nothing says what had led to its checkpoint"
+                lines.append({"checkpoint": resumed_at, "broken": broken})
+            elif changed := differences(kept[0].get("run", {}), identity):
+                broken = f"there the run was resumed with other settings ({told(changed)})"
+                lines.append({"checkpoint": resumed_at, "broken": broken})
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> None:
         """What was heard since the last call."""

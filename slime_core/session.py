@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.buffer.buffer import DataBuffer
+from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.buffer.table import write_groups
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun
@@ -18,7 +20,7 @@ from slime_core.contracts.filter import GroupFilter
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.tracker import Tracker
 from slime_core.contracts.transport import EngineLink, WeightTransport
-from slime_core.errors import EngineError, Interrupted
+from slime_core.errors import EngineError, Interrupted, RolloutError
 from slime_core.evaluate import Evaluator
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import (
@@ -115,7 +117,7 @@ class Session:
     faults: Counter[str] = field(default_factory=Counter)
     """Metrics of lost engines and failed rewards, for the next step's record."""
     between_steps: asyncio.Event = field(default_factory=lambda: set_event())
-    """Not set: the trainers have begun a step that `state` does not count yet."""
+    """Not set: the trainers have begun optimiser steps of a step that `state` does not count yet."""
     bringing_weights: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Engines get weights from one place at a time: a publish, or the resync of one engine."""
 
@@ -161,6 +163,16 @@ class Session:
         # Of recorded train data the learner takes its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
         groups = [] if recorded else await self.collector.collect(step, context)
+        try:
+            self._tell_of_rollout(step, groups, version, began)
+        except Exception:
+            # A pool's groups are nobody's now. Without one, the buffer is put back to before the step.
+            if wanted is not None:
+                self.put_back(step, groups, kept=self.run.max_staleness > 0)
+            raise
+        return groups
+
+    def _tell_of_rollout(self, step: int, groups: list[SampleGroup], version: int, began: float) -> None:
         if self.run.generates:
             self.generation[step] = generation_metrics(
                 [sample for group in groups for sample in group.samples],
@@ -176,22 +188,43 @@ class Session:
                 rollout_id=step,
                 version=version,
                 groups=tuple(groups),
-                metrics=dict(counts),
+                metrics=dict(self.counts[step]),
                 seconds=time.perf_counter() - began,
             )
         )
-        return groups
+
+    def put_back(self, step: int, groups: Sequence[SampleGroup], *, kept: bool) -> None:
+        """Into the buffer, what no step is going to train as it is: with its answers, or to be generated again."""
+        items = [BufferItem(prompt=group.prompt, kind=ItemKind.FRESH, start_rollout_id=step) for group in groups]
+        self.buffer.add_samples(
+            item.as_surplus(step, group) if kept else item.as_returned(step)
+            for item, group in zip(items, groups, strict=True)
+        )
 
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores, credit, optimiser steps."""
-        self.between_steps.clear()
         async with self.residency.train():
-            report = await self.learner.train(step, groups, self.state.version)
-        self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
-        return report
+            return await self.learner.train(step, groups, self.state.version)
 
     def advance(self, step: int, report: TrainReport, *, rollout_s: float, step_s: float) -> None:
-        """The step is done: counts it and writes its metrics."""
+        """The step is done: counts it, tells of it and writes its metrics."""
+        first = self.state.optimizer_steps
+        # Before anything that can fail: the trainers hold the step, and a checkpoint that did not know would have it trained
+        # again. What a tracker that fails lacks is named by its error, and the others have it.
+        self.last_train = report
+        self.state = replace(
+            self.state,
+            rollout_id=step + 1,
+            version=report.version,
+            optimizer_steps=first + len(report.steps),
+            tokens=self.state.tokens + int(report.perf["perf/train_tokens"]),
+        )
+        self.between_steps.set()
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._log_step, step, first, report, rollout_s, step_s)
+            self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
+
+    def _log_step(self, step: int, first: int, report: TrainReport, rollout_s: float, step_s: float) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
         trained_s = report.perf["perf/train_time"]
@@ -212,18 +245,9 @@ class Session:
             if self.publish_report.density is not None:
                 perf["perf/update_weights_density"] = self.publish_report.density
         perf |= middleware_metrics(self.middlewares)
-        for number, metrics in enumerate(report.steps):
-            self._log(TRAIN_AXIS, self.state.optimizer_steps + number, metrics, step)
-        self._log(ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}, step)
-        self.last_train = report
-        self.state = replace(
-            self.state,
-            rollout_id=step + 1,
-            version=report.version,
-            optimizer_steps=self.state.optimizer_steps + len(report.steps),
-            tokens=self.state.tokens + int(report.perf["perf/train_tokens"]),
-        )
-        self.between_steps.set()
+        lines = [(TRAIN_AXIS, first + number, metrics) for number, metrics in enumerate(report.steps)]
+        lines.append((ROLLOUT_AXIS, step, {**report.rollout, **counts, **self.buffer.metrics, **perf}))
+        self._log(lines, step)
 
     def is_due(self, step: int) -> Due:
         """What follows `step`."""
@@ -332,7 +356,7 @@ class Session:
             self.state = replace(self.state, eval_before=self.accuracies(report))
         self.state = replace(self.state, eval_owed=False)
         self.last_eval = report
-        self._log(EVAL_AXIS, step + 1, report.metrics, step)
+        self._log([(EVAL_AXIS, step + 1, report.metrics)], step)
         self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
 
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
@@ -342,6 +366,11 @@ class Session:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Interrupted("interrupted while evaluating")
+            if task.cancelled():
+                # Passed on, it would end the run without a word, as if somebody had asked for that.
+                raise RolloutError(
+                    "the evaluation was cancelled from within: by a reward, a generator or a middleware."
+                )
             task.result()
         finally:
             task.cancel()
@@ -380,9 +409,17 @@ class Session:
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
         self.hooks.groups_finished(event)
 
-    def _log(self, axis: str, step: int, metrics: dict[str, float] | object, rollout_id: int) -> None:
-        for tracker in self.trackers:
-            tracker.log(axis, step, metrics, rollout_id=rollout_id)  # type: ignore[arg-type]
+    def _log(self, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:
+        """To every tracker, whatever another one raises."""
+        with contextlib.ExitStack() as each:
+            # It calls the last one first.
+            for tracker in reversed(self.trackers):
+                each.callback(log_lines, tracker, lines, rollout_id)
+
+
+def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:
+    for axis, step, metrics in lines:
+        tracker.log(axis, step, metrics, rollout_id=rollout_id)
 
 
 def set_event() -> asyncio.Event:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import tomlkit
@@ -20,7 +21,7 @@ from slime_core.buffer.train_data import train_data_file, write_train_data
 from slime_core.checkpoint import CheckpointStore, RunState
 from slime_core.config.bound import BoundRun, Part
 from slime_core.contracts.generator import Generator
-from slime_core.contracts.tracker import RunInfo
+from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.engine_specs import EngineSpecs
 from slime_core.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.errors import CheckpointError, ConfigError, RewardError, SlimeError
@@ -78,13 +79,14 @@ async def start(
     manifest = build_manifest(run, data_fingerprint=fingerprint)
     config = run.config
     device = choose_device(config.launcher.device)
+    # First of all: --fresh removes a run.
+    recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
     folder = choose_folder(Path(config.runs_dir), manifest, config.name, fresh=options.fresh, resume=options.resume)
     if options.ckpt_step is not None and folder.read_manifest() is None:
         raise CheckpointError(
             f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
             f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
         )
-    recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
@@ -108,7 +110,7 @@ async def start(
         )
         for tracker in trackers:
             tracker.start(info)
-            stack.callback(tracker.finish)
+            stack.push(partial(finish, tracker))
         launcher = build_launcher(config.launcher)
         stack.push_async_callback(launcher.stop)
         session = await assemble_session(run, materials, launcher, device, folder, event, hooks, stack, store, state)
@@ -123,7 +125,7 @@ async def start(
             )
         if recorded is not None:
             if found is not None:
-                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say --fresh or another --name.")
+                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say another --name.")
             await follow(session, recorded)
         hooks.run_start(
             RunStart(
@@ -152,6 +154,18 @@ async def start(
             hooks.run_end(
                 RunEnd(run=event, rollout_id=session.state.rollout_id, version=session.state.version, error=error)
             )
+
+
+def finish(
+    tracker: Tracker, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    """On the way out of the run. What ended that is the one to tell, and may be the same: a server that is gone."""
+    try:
+        tracker.finish()
+    except Exception as failed:
+        if error is None:
+            raise
+        error.add_note(f"Then a tracker could not be finished: {failed}")
 
 
 async def assemble_session(
@@ -253,7 +267,13 @@ async def assemble_session(
         middlewares=middlewares,
         roles=roles,
         learner=(
-            Learner(roles, LearnerPlan.of(run), on_batch=on_batch, teacher=engines.teacher)
+            Learner(
+                roles,
+                LearnerPlan.of(run),
+                on_batch=on_batch,
+                before_steps=lambda: session.between_steps.clear(),
+                teacher=engines.teacher,
+            )
             if roles
             else RolloutOnly(run.config.debug)
         ),

@@ -39,6 +39,10 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     step = typed.own.get("ckpt-step")
     if step is not None and not str(step).isdigit():
         raise ConfigError(f"--ckpt-step {step}: a number of rollout steps is wanted, such as 4 for checkpoints/step_4.")
+    if typed.own.get("fresh") and (
+        other := next((name for name in ("resume", "ckpt-step") if typed.own.get(name) is not None), None)
+    ):
+        raise ConfigError(f"--fresh removes the run that --{other} would go on with: say one of them.")
     # What is loaded here stays, too. Drivers that look at the model's config bring torch.
     with modules_stay():
         run = bind_invocation(typed)
@@ -54,6 +58,12 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     from slime_core.startup import StartOptions
 
     resume, replay = typed.own.get("resume"), typed.own.get("replay-schedule")
+    if replay is not None and typed.own.get("fresh"):
+        replayed, removed = Path(str(replay)).resolve(), (Path(run.config.runs_dir) / run.config.name).resolve()
+        if replayed.is_relative_to(removed):
+            raise ConfigError(
+                f"--fresh removes {removed}, with the schedule that is to be repeated: say another --name."
+            )
     options = StartOptions(
         fresh=bool(typed.own.get("fresh")),
         resume=None if resume is None else Path(str(resume)),

@@ -80,7 +80,7 @@ class AcceptedGroups(Collector):
 
     def _submit(self, context: RolloutContext, num_groups: int, step: int, *, left: int) -> list[Submitted]:
         items = context.take(num_groups)
-        if not items:
+        if not items and left < context.config.rollout_batch_size:
             raise data_ended(step, left, context.config)
         assert context.runner is not None
         return [Submitted(item, context.runner.start(item.prompt, item.samples)) for item in items]

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from slime_core.buffer.json_text import json_text
 from slime_core.contracts.generator import Generator
-from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError
+from slime_core.errors import DataError, EngineError, EngineUnavailable, PluginError, RewardError, RolloutError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.failures import with_failure
@@ -24,6 +25,8 @@ from slime_core.types.sample import Sample, SampleGroup, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +146,7 @@ class GroupRunner:
             index = prompt.group_index * self.settings.num_samples + position
             work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []), traces)
             answers.append(asyncio.create_task(work))
-        try:
-            samples = [sample for answer in await asyncio.gather(*answers) for sample in answer]
-        except BaseException:
-            for answer in answers:
-                answer.cancel()
-            raise
+        samples = [sample for answer in await all_or_none(answers) for sample in answer]
         generated += samples
         all_generated.set()
         group = SampleGroup(prompt=prompt, samples=tuple(samples))
@@ -203,7 +201,7 @@ class GroupRunner:
             episodes.append(episode)
             began = time.perf_counter()
             try:
-                samples = check_samples(await self._generator.generate(episode), self._generator)
+                samples = check_samples(await self._generate(episode), self._generator)
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
                 return samples
@@ -223,6 +221,19 @@ class GroupRunner:
         assert failure is not None
         return [with_failure(failed_sample(prompt, index), failure)]
 
+    async def _generate(self, episode: EngineEpisode) -> Sequence[Sample]:
+        try:
+            return await self._generator.generate(episode)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # A failure like others: passed on, it would end the run as if somebody had asked for that.
+            raise RolloutError(
+                f"generator {type(self._generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
+                "not by the run."
+            ) from error
+
     async def _score(self, group: SampleGroup) -> SampleGroup:
         plan = self.settings.scoring
         if plan is None or self._rewards is None:
@@ -233,8 +244,22 @@ class GroupRunner:
         return scored
 
 
+async def all_or_none(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+    """Their results, in order. What the first failure raises, as soon as the others have been cancelled and have ended."""
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            # Whoever waits here may have been cancelled, and they with it: a second time would cut what they clean up.
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
-    """PluginError unless there is one, and all its vectors fit its response: a batch of columns would not notice."""
+    """PluginError unless there is one, and all its vectors fit its response: a batch of columns would not notice. Nor would
+    anybody notice metadata that cannot be saved, until a run that ends wants to save them."""
     who = f"generator {type(generator).__name__}"
     if not samples:
         raise PluginError(f"{who} returned no sample; an answer without a response is a sample too.")
@@ -248,6 +273,11 @@ def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[S
                 f"{who}: sample {sample.index} has prompt_length {sample.prompt_length} and spans "
                 f"{[tuple(span) for span in sample.spans]} with {length} response tokens."
             )
+        if sample.metadata is not sample.prompt.metadata:
+            try:
+                json_text(sample.metadata, f"{who}: sample {sample.index}: metadata")
+            except DataError as error:
+                raise PluginError(str(error)) from error
     return samples
 
 

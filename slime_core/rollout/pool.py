@@ -94,7 +94,7 @@ class GroupPool(Collector):
             context.wanted.add_done_callback(lambda _: self._news.put_nowait(Wanted(order)))
         try:
             async with self._turns:
-                groups = await self._fill(order)
+                taken = await self._fill(order)
         except BaseException:
             self._broken.append(order)
             if not in_flight:
@@ -104,16 +104,27 @@ class GroupPool(Collector):
             self._orders = [other for other in self._orders if other is not order]
         if not in_flight:
             await self.give_back(patient=True)
-        groups.sort(key=lambda group: group.samples[0].index)
-        context.observe(step, groups, order.refused)
+        groups = sorted((finished.group for finished in taken), key=lambda group: group.samples[0].index)
+        try:
+            context.observe(step, groups, order.refused)
+        except BaseException:
+            if in_flight:
+                self._ready.extendleft(reversed(taken))
+            raise
         return groups
 
     async def give_back(self, *, patient: bool) -> None:
         """Finished groups first, then what was broken off, in the order in which it was started."""
         if self._last is None:
             return
-        self._tell_of_refused()
-        order, members = self._last, list(self._running.values())
+        try:
+            self._tell_of_refused()
+        finally:
+            # Whoever is told may be what ends the run.
+            await self._empty(self._last, patient)
+
+    async def _empty(self, order: Order, patient: bool) -> None:
+        members = list(self._running.values())
         items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
         before = await self._ended(order.context.record, members)
         try:
@@ -138,7 +149,7 @@ class GroupPool(Collector):
 
     # ---------------------------------------------------------------- filling a step
 
-    async def _fill(self, order: Order) -> list[SampleGroup]:
+    async def _fill(self, order: Order) -> list[Finished]:
         """As many groups as the step takes, once it is the next to be trained."""
         waiting, self._ready = self._ready, deque()
         for finished in waiting:
@@ -150,14 +161,14 @@ class GroupPool(Collector):
             await self._go_on(order)
         return self._take(order)
 
-    def _take(self, order: Order) -> list[SampleGroup]:
+    def _take(self, order: Order) -> list[Finished]:
         """As the buffer filter chooses; where it chooses too few, those that finished first."""
         ready, context = list(self._ready), order.context
         items = [finished.item.as_surplus(order.step, finished.group) for finished in ready]
         chosen = context.buffer.choose(items, order.size, version=context.version, max_staleness=context.max_staleness)
         taken = list(dict.fromkeys([*chosen, *range(len(ready))]))[: order.size]
         self._ready = deque(finished for place, finished in enumerate(ready) if place not in taken)
-        return [ready[place].group for place in taken]
+        return [ready[place] for place in taken]
 
     async def _go_on(self, order: Order) -> None:
         news = await self._hear(order.context.record)
@@ -222,9 +233,10 @@ class GroupPool(Collector):
         """A group that has ended is accepted, or its place becomes free. Raises what its task raised."""
         context, config = order.context, order.context.config
         group = task.result()
-        member = self._running.pop(task)
-        candidates = len(self._ready) + 1 + len(self._running)
+        candidates = len(self._ready) + len(self._running)
+        # Filters are foreign code: until they have said what they think of it, it belongs to what is under way.
         decision = verdict(group, context, insufficient=candidates <= order.size)
+        member = self._running.pop(task)
         if decision.keep:
             self._accept(order, Finished(member.item, marked(group, decision.untrained)))
             return
@@ -281,7 +293,8 @@ class GroupPool(Collector):
         """What the buffer gets of a group that no step has taken. `ended`: by itself."""
         context, config = order.context, order.context.config
         task, item, generated = member.running.task, member.item, member.running.generated
-        if not task.cancelled() and task.exception() is not None:
+        # By itself cancelled: something in it was, which nobody here asked for.
+        if ended if task.cancelled() else task.exception() is not None:
             context.counts["rollout/failed_groups"] += 1
             return item.as_it_was(order.step)
         if ended:

@@ -102,6 +102,11 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: Wa
     drawn = state["source"]["next_group_index"]
     assert set(trained) | waiting == set(range(drawn)), "a prompt is lost"
 
+    # Nothing is removed for a command that cannot go well.
+    there = ("--replay-schedule", str(run / "schedule.jsonl"))
+    ended = tiny.run(*WORDS, "--fresh", *there)
+    assert (ended.code, (run / "summary.json").exists()) == (2, True)
+    assert f"--fresh removes {run}, with the schedule that is to be repeated: say another --name" in ended.error
     # Under a name of its own, and without a dump; in a fork, which hashes text otherwise than what was started.
     tiny.warm = warm
     free = ("--name", "again", "--no-dump-rollouts")

@@ -147,6 +147,9 @@ CONFIG_CASES = {
         ["--actor-num-gpus-per-node", "2"], CONFIG, ['launcher.name = "local" runs one trainer rank', "--launcher ray"]
     ),
     "a checkpoint step that is no number": Case(["--ckpt-step", "last"], CONFIG, ["--ckpt-step last", "step_4"]),
+    "a fresh start that is to go on": Case(
+        ["--fresh", "--ckpt-step", "4"], CONFIG, ["--fresh removes the run that --ckpt-step would go on with"]
+    ),
     "both a name and a broken key": Case(
         ["--name", "other", "--lr", "fast"],
         CONFIG,
@@ -227,6 +230,12 @@ DATA_CASES = {
         ["--rollout-max-prompt-len", "3"],
         DATA,
         ["none of the 20 rows", "the shortest prompt has 4 tokens", "rollout_max_prompt_len is 3"],
+    ),
+    "fewer rows than one step": Case(
+        ["--prompt-data", "train.jsonl@[:1]"],
+        CONFIG,
+        ["train.num_epoch = 1: 1 rows do not fill one step of 2 prompts", "--rollout-batch-size"],
+        change=in_run_file("num_rollout = 5", "num_epoch = 1"),
     ),
     "no evaluation file": Case(
         ["--eval-prompt-data", "held_out", "nope.jsonl"],

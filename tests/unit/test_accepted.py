@@ -201,6 +201,18 @@ async def test_eager_refill_starts_anew_at_once_and_drained_waits():
         assert seen == started, refill
 
 
+async def test_data_that_end_while_enough_is_under_way_do_not_end_the_step():
+    runner = ScriptedRunner((), {0: SAME})
+    setup = Setup(runner, filters=[NotEqual()], end=4, refill="eager", rollout_batch_size=2, over_sampling_batch_size=4)
+    assert await setup.collect() == [1, 2]
+    short = Setup(
+        ScriptedRunner((), dict.fromkeys([0, 1, 2], SAME)), filters=[NotEqual()], end=4, refill="eager",
+        rollout_batch_size=2, over_sampling_batch_size=4,
+    )  # fmt: skip
+    with pytest.raises(RolloutsExhausted, match="1 of the 2 groups that a step wants are left"):
+        await short.collect()
+
+
 async def test_filters_run_in_order_and_the_first_that_drops_counts():
     setup = Setup(ScriptedRunner((), {1: SAME}), filters=[Even(), NotEqual()])
     assert await setup.collect() == [0, 2]
@@ -462,6 +474,55 @@ async def test_a_request_that_was_lost_too_often_fails_its_sample():
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(2, 1, False)]
 
 
+async def test_a_generator_that_something_cancels_has_failed():
+    """Not the run, which would be none of its failures."""
+
+    class Cancelled(Answers):
+        async def generate(self, episode):
+            if episode.trajectory().index == 1:
+                tool = asyncio.create_task(asyncio.sleep(9))
+                tool.cancel()
+                await tool
+            return await super().generate(episode)
+
+    made, failures = runner(Cancelled(), retries=1)
+    group = await made.start(prompt(0)).task
+    assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(1, 1, True), (1, 2, False)]
+    assert "generator Cancelled: what it awaited was cancelled" in str(failures[0].error)
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "failure"])
+async def test_answers_that_are_given_up_are_cancelled_once_and_end_with_their_group(cause):
+    told = []
+
+    class Cleaning(Answers):
+        async def generate(self, episode):
+            index = episode.trajectory().index
+            try:
+                if index == 2 and cause == "failure":
+                    await asyncio.sleep(0)
+                    raise EngineError("gone")
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                # The first has ended when the second is in the middle.
+                for _ in range(1 + 9 * index):
+                    await asyncio.sleep(0)
+                told.append(index)
+                raise
+
+    made, failures = runner(Cleaning())
+    task = made.start(prompt(0)).task
+    for _ in range(5):
+        await asyncio.sleep(0)
+    if cause == "cancelled":
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError if cause == "cancelled" else EngineError):
+        await task
+    assert told == ([0, 1, 2] if cause == "cancelled" else [0, 1])
+    assert failures == []
+
+
 async def test_a_generator_may_ask_for_rewards():
     class Sharing(Answers):
         async def generate(self, episode):
@@ -492,6 +553,10 @@ def wrong_mask(sample):
     return [replace(sample, loss_mask=np.ones(3, np.uint8))]
 
 
+def unsaveable(sample):
+    return [replace(sample, metadata={"score": np.float32(1)})]
+
+
 def wrong_span(sample):
     return [replace(sample, spans=((0, 0, 5),))]
 
@@ -502,6 +567,7 @@ def wrong_span(sample):
         (lambda sample: [], "returned no sample"),
         (wrong_mask, r"sample 0 has 1 response tokens, but \{'loss_mask': 3\}"),
         (wrong_span, r"spans \[\(0, 0, 5\)\] with 1 response tokens"),
+        (unsaveable, r"sample 0: metadata\['score'\] is of type float32, which JSON cannot hold"),
     ],
 )
 async def test_samples_that_would_spoil_the_batch_stop_the_run(samples, told):

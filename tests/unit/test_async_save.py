@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slime_core.errors import ConfigError, Interrupted, StorageError
+from slime_core.errors import ConfigError, EngineError, Interrupted, StorageError
 from slime_core.loop import run_loop
 from slime_core.testing.simulated_run import IdleRanks, Simulation
 from slime_core.testing.timed_engine import TimedEngine
@@ -80,6 +81,30 @@ def test_steps_go_on_until_the_next_save_and_nothing_counts_before_it_is_written
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_engines_are_watched_while_the_disk_is_waited_for(tmp_path, aside):
+    went_on = []
+
+    async def scene():
+        ranks = SlowDisk()
+        ranks.may_write.set()
+        loop, session = asyncio.get_running_loop(), simulate(tmp_path, ranks, async_save=aside).session()
+        complete = session.store.complete
+
+        def slowly(unfinished):
+            alive = threading.Event()
+            loop.call_soon_threadsafe(alive.set)
+            went_on.append(alive.wait(5))
+            return complete(unfinished)
+
+        session.store.complete = slowly
+        await run_loop(session)
+        assert session.store.steps() == [4, 6]
+
+    asyncio.run(scene())
+    assert went_on == [True] * 3
+
+
 def test_a_write_that_fails_ends_the_run_and_loses_nothing_saved(tmp_path):
     async def scene(disk):
         disk.may_write.set()
@@ -116,6 +141,55 @@ def test_a_stopped_run_waits_for_what_is_being_written(tmp_path):
         assert session.store.steps()[-1] == session.state.rollout_id == len(simulation.trained)
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("fails", [1, 99])
+def test_a_stopped_run_makes_up_for_a_write_that_fails(tmp_path, fails):
+    """Ctrl-C while it is written: what ended the run is not the disk, unless that refuses again."""
+
+    class Full(SlowDisk):
+        async def written(self):
+            self.fails = len(self.folders) if len(self.folders) <= fails else 0
+            await super().written()
+
+    async def scene():
+        disk = Full()
+        session = simulate(tmp_path, disk).session()
+        running = asyncio.create_task(run_loop(session))
+        await until(lambda: disk.folders)
+        session.stop_requested.set()
+        await asyncio.sleep(0.05)
+        disk.may_write.set()
+        await running
+
+    with pytest.raises(Interrupted if fails == 1 else StorageError):
+        asyncio.run(scene())
+    done = simulate(tmp_path, IdleRanks()).session().state.rollout_id
+    assert done >= 2 if fails == 1 else done == 0
+
+
+def test_a_write_that_fails_within_a_step_is_told(tmp_path):
+    """The trainers hold no state that could be saved: the checkpoint that there was to be is lost."""
+
+    class Dies(Simulation):
+        async def train(self, rollout_id, groups, version):
+            if rollout_id == 2:
+                self.ranks.session.between_steps.clear()
+                self.ranks.may_write.set()
+                await asyncio.sleep(0)
+                raise EngineError("a rank has died")
+            return await super().train(rollout_id, groups, version)
+
+    async def scene():
+        disk = SlowDisk(fails=1)
+        made = simulate(tmp_path, disk)
+        simulation = Dies(**{name: getattr(made, name) for name in made.__dataclass_fields__})
+        disk.session = session = simulation.session()
+        await run_loop(session)
+
+    with pytest.raises(StorageError, match="no space left") as raised:
+        asyncio.run(scene())
+    assert "a rank has died" in str(raised.value.__context__)
 
 
 def test_a_run_that_is_ended_hard_gives_up_what_is_being_written(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,7 +17,7 @@ from slime_core.buffer.item import BufferItem
 from slime_core.buffer.pop_first import PopFirstFilter
 from slime_core.contracts.filter import BufferFilter, FilterDecision, GroupFilter, Versions
 from slime_core.contracts.tracker import Tracker
-from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted
+from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted, StorageError
 from slime_core.hooks import Hooks
 from slime_core.hookspecs import GroupsFinished, hookimpl
 from slime_core.loop import Schedule, run_loop
@@ -708,6 +709,36 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
     ScheduleFile(path, {**this, "train": {"lr": 1.0, "num_rollout": 9}}, resumed_at=4)
     with pytest.raises(ConfigError, match=r"beyond step 4: .* other settings \(train.num_rollout: 6 -> 9\)"):
         read_schedule(path, this)
+
+
+def test_a_schedule_that_does_not_reach_the_checkpoint_cannot_be_repeated(tmp_path: Path) -> None:
+    """It was cut short, or is not there: what comes after is not all."""
+    path = tmp_path / "schedule.jsonl"
+    schedule = ScheduleFile(path, {}, resumed_at=None)
+    schedule.checkpoint(2, {}, [News(NewsKind.STEP, 0)])
+    for _ in range(2):
+        schedule = ScheduleFile(path, {}, resumed_at=4)
+        schedule.checkpoint(6, {}, [])
+        with pytest.raises(
+            ConfigError, match="beyond step 4: there the run was resumed, and nothing says what had led"
+        ):
+            read_schedule(path, {})
+        path.unlink()
+
+
+def test_a_schedule_that_cannot_be_cut_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "schedule.jsonl"
+    ScheduleFile(path, {}, resumed_at=None).checkpoint(2, {}, [News(NewsKind.STEP, 0)])
+    before, write = path.read_text(), Path.write_text
+
+    def full(file: Path, text: str, **options: Any) -> int:
+        write(file, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StorageError, match="no space left"):
+        ScheduleFile(path, {}, resumed_at=2)
+    assert path.read_text() == before
 
 
 def test_what_is_repeated_ends_with_the_last_checkpoint(tmp_path: Path) -> None:

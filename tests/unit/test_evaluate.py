@@ -74,5 +74,17 @@ async def test_a_failure_ends_the_set_and_what_it_had_under_way(make_group):
     evaluator = Evaluator([EvalTask(settings=Settings("a"), prompts=prompts(4), runner=runner)])
     with pytest.raises(RewardError):
         await asyncio.wait_for(evaluator.evaluate(0, 0), 5)
-    await asyncio.wait(runner.tasks, timeout=5)
     assert all(task.done() for task in runner.tasks)
+
+
+async def test_a_failure_ends_the_other_sets_too(make_group):
+    failing, other = Runner(make_group, fail_at=1), Runner(make_group, hang_after=0)
+    evaluator = Evaluator(
+        [
+            EvalTask(settings=Settings("a"), prompts=prompts(2), runner=failing),
+            EvalTask(settings=Settings("b"), prompts=prompts(3), runner=other),
+        ]
+    )
+    with pytest.raises(RewardError):
+        await asyncio.wait_for(evaluator.evaluate(0, 0), 5)
+    assert [task.cancelled() for task in other.tasks] == [False, True, True]

@@ -323,6 +323,33 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     assert columns.loss_weight.tolist() == [0.125] * 8
 
 
+async def test_the_session_hears_when_the_trainers_are_about_to_change(groups):
+    told = []
+
+    class Telling(FakeTrainers):
+        async def train(self, dispatch, columns):
+            told.append("trained")
+            return await super().train(dispatch, columns)
+
+    def made(on_batch, **changes):
+        return Learner(
+            {"actor": Telling()}, plan(**changes), on_batch=on_batch, before_steps=lambda: told.append("now")
+        )
+
+    await made(lambda *event: told.append("batch")).train(0, groups, 3)
+    assert told == ["batch", "now", "trained"]
+    told.clear()
+
+    def full(*event):
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        await made(full).train(0, groups, 3)
+    with pytest.raises(RolloutError, match="5 are wanted"):
+        await made(full, rollouts_per_batch=5).train(0, groups, 3)
+    assert told == []
+
+
 @pytest.mark.parametrize(
     ("changes", "asked", "given"),
     [

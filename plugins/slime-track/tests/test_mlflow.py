@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from slime_core.contracts.tracker import RunInfo, Tracker
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, StorageError
 from slime_track.mlflow import AT_ONCE, allowed
 from slime_track.plugin import Mlflow
 
@@ -50,6 +51,17 @@ def test_metrics_parameters_and_a_resume(tmp_path: Path) -> None:
     assert points("eval/held_out-pass_at_4") == [(4, 0.75)]
     assert points(f"m{AT_ONCE + 4}") == [(3, AT_ONCE + 4.0)]
     assert math.isnan(points("odd")[0][1])
+
+
+def test_a_server_that_is_gone_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(client: MlflowClient, run_id: str) -> None:
+        raise MlflowException("connection refused")
+
+    there = tracker(tmp_path)
+    monkeypatch.setattr(MlflowClient, "set_terminated", gone)
+    with pytest.raises(StorageError, match=r"tracker 'mlflow': cannot end run .*connection refused"):
+        there.finish()
+    there.finish()
 
 
 def test_names_that_mlflow_does_not_know() -> None:

@@ -69,9 +69,14 @@ class MlflowTracker(Tracker):
             raise StorageError(f"tracker 'mlflow': cannot log step {step} of {axis}: {error}.") from error
 
     def finish(self) -> None:
-        if self._client is not None and self._run_id:
-            self._client.set_terminated(self._run_id)
-            self._client = None
+        if self._client is None or not self._run_id:
+            return
+        client, self._client = self._client, None
+        try:
+            client.set_terminated(self._run_id)
+        except MlflowException as error:
+            raise StorageError(f"tracker 'mlflow': cannot end run {self._run_id} of {self._uri}: {error}.") from error
+        finally:
             # The store of a database keeps its connections; nothing in MLflow's public interface closes them.
             engine = getattr(_get_store(self._uri), "engine", None)
             if engine is not None:

@@ -1,0 +1,96 @@
+"""What fails around the optimiser steps of a whole run: what is saved is what the trainers hold, and the run that goes on from
+there does what one without a failure does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import TinyRun
+
+pytestmark = pytest.mark.usefixtures("tiny_forks")
+
+WORDS = (
+    "--plugin", "breaks.py", "--algo.loss", "breaks", "--trackers", "jsonl,breaks", "--num-rollout", "4",
+    "--save-interval", "none",
+)  # fmt: skip
+BREAKS = """
+from pathlib import Path
+
+from slime_core.contracts.loss import LossOutput
+from slime_core.contracts.tracker import Tracker, TrackerDriver
+from slime_core.errors import StorageError
+from slime_core.plugin import driver, hook, loss
+
+
+def breaks_at(place):
+    if Path("place").read_text() == place:
+        raise ValueError(f"broken at {place}")
+
+
+@loss("breaks", needs=set())
+def breaks(inputs, segments):
+    breaks_at("step 2: loss")
+    return LossOutput(values=-inputs.log_probs * inputs.advantages)
+
+
+@hook
+def rollout_end(event):
+    if event.rollout_id == 2 and Path("place").read_text() == "loss":
+        Path("place").write_text("step 2: loss")
+
+
+@hook
+def batch_ready(event):
+    breaks_at(f"step {event.rollout_id}: batch")
+
+
+@hook
+def step_trained(event):
+    breaks_at(f"step {event.rollout_id}: trained")
+
+
+class Breaks(Tracker):
+    def start(self, run): ...
+
+    def log(self, axis, step, metrics, *, rollout_id): ...
+
+    def finish(self):
+        # As what ended the run does.
+        if Path("place").read_text() != "nowhere":
+            raise StorageError("broken at the end")
+
+
+@driver("slime.trackers", "breaks")
+class BreaksDriver(TrackerDriver):
+    @classmethod
+    def build(cls, config):
+        return Breaks()
+"""
+
+
+def trained(tiny: TinyRun) -> list[tuple[int, Any]]:
+    return [(line["step"], line["metrics"]) for line in tiny.metrics() if line["axis"] == "train/step"]
+
+
+@pytest.mark.parametrize(
+    ("place", "saved"),
+    [("step 2: batch", ["step_2"]), ("step 2: trained", ["step_3"]), ("loss", [])],
+)
+def test_a_run_goes_on_from_what_its_trainers_held(tiny: TinyRun, place: str, saved: list[str]) -> None:
+    """Within optimiser steps that is nothing: they may have changed in part."""
+    (tiny / "breaks.py").write_text(BREAKS)
+    (tiny / "place").write_text("nowhere")
+    assert tiny.run(*WORDS, "--fresh").code == 0
+    straight = trained(tiny)
+    assert [step for step, _ in straight] == [0, 1, 2, 3]
+
+    (tiny / "place").write_text(place)
+    ended = tiny.run(*WORDS, "--fresh")
+    assert "broken at step 2" in ended.err
+    assert tiny.checkpoints() == saved
+    (tiny / "place").write_text("nowhere")
+    assert tiny.run(*WORDS).code == 0
+    assert trained(tiny) == straight
