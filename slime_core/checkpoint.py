@@ -83,7 +83,7 @@ class CheckpointStore:
             aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
         )
         with whole_or_not_at_all(unfinished):
-            for left_over in self._folder.glob(".step_*.writing"):
+            for left_over in [*self._folder.glob(".step_*.writing"), *self._half_removed()]:
                 shutil.rmtree(left_over, ignore_errors=True)
             unfinished.aside.mkdir(parents=True)
             await write(unfinished.aside)
@@ -151,6 +151,10 @@ class CheckpointStore:
                 )
                 found = "is missing" if actual is None else f"has {actual} of {size} bytes"
                 raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
+
+    def _half_removed(self) -> list[Path]:
+        """What `remove` was killed in."""
+        return [path for path in self._folder.glob("step_*") if not (path / COMPLETE).exists()]
 
     def _forget_old(self) -> None:
         for step in self.steps()[: -self._keep]:

@@ -22,6 +22,7 @@ MAY_CHANGE: Final = (
     ("debug",),
     ("train", "num_rollout"),
     ("train", "num_epoch"),
+    ("data", "on_bad_row"),
     ("eval",),
     ("rollout", "dump_rollouts"),
     ("rollout", "reward_workers"),

@@ -175,7 +175,14 @@ def count_rollouts(run: BoundRun, source: DataSource | None) -> int:
     rows = None if source is None else source.num_rows
     if rows is None:
         raise ConfigError("train.num_epoch: the number of rows is not known; say --num-rollout instead.")
-    return (train.num_epoch or 1) * rows // run.config.rollout.rollout_batch_size
+    batch = run.config.rollout.rollout_batch_size
+    num_rollout = (train.num_epoch or 1) * rows // batch
+    if not num_rollout:
+        raise ConfigError(
+            f"train.num_epoch = {train.num_epoch or 1}: {rows} rows do not fill one step of {batch} prompts. Say "
+            "--rollout-batch-size, or --num-rollout."
+        )
+    return num_rollout
 
 
 class NoSource(DataSource):

@@ -51,8 +51,9 @@ class DataBuffer:
         places = self.choose(self.items, num_groups, version=version, max_staleness=max_staleness)
         chosen = [self._items[place] for place in places]
         gone = set(places)
-        self._items = [item for place, item in enumerate(self._items) if place not in gone]
         prompts = self.source.take(num_groups - len(chosen)) if len(chosen) < num_groups else []
+        # Not before: a source that raises takes nothing out of here.
+        self._items = [item for place, item in enumerate(self._items) if place not in gone]
         return [*chosen, *(BufferItem(prompt=prompt, kind=ItemKind.FRESH) for prompt in prompts)]
 
     def choose(self, items: Sequence[BufferItem], num_groups: int, *, version: int, max_staleness: int) -> list[int]:

@@ -69,7 +69,13 @@ class FilesSource(DataSource):
                 self._check_rows(stream)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        return [self._draw() for _ in range(num_prompts)]
+        before = self.state()
+        try:
+            return [self._draw() for _ in range(num_prompts)]
+        except DataError:
+            # Some were drawn before the row that cannot be used, and that row itself: all are drawn again.
+            self.restore(before)
+            raise
 
     def state(self) -> Mapping[str, Any]:
         return {
@@ -120,7 +126,8 @@ class FilesSource(DataSource):
         return sum(len(stream.rows) for stream in self._streams)
 
     def fingerprint(self) -> str:
-        """Of the files' names (not folders), sizes and contents, and of the options that decide what is drawn."""
+        """Of the files' names (not folders), sizes and contents, and of the options that decide what is drawn: not of
+        `on_bad_row`, since a run that ends at a bad row goes on by passing over it."""
         if self._fingerprint is None:
             files = [
                 [file.path.name, file.path.stat().st_size, file.content_hash, rows.start, rows.stop]
@@ -128,8 +135,8 @@ class FilesSource(DataSource):
                 for file, rows in stream.rows.ranges
             ]
             weights = [entry.weight for entry in self._config.prompt_data]
-            options = [self._config.rollout_shuffle, self._config.on_bad_row]
-            self._fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([files, weights, options]).encode())
+            told = [files, weights, self._config.rollout_shuffle]
+            self._fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
         return self._fingerprint
 
     @property

@@ -29,6 +29,9 @@ from slime_core.types.prompt import Prompt
 from slime_core.types.routed_experts import RoutedExperts, narrow
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 
+IMAGE_BYTES_TOGETHER: Final = 2**28
+"""On average: one row may have several times the images of another."""
+
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE: Final = pa.struct(
     [
@@ -166,8 +169,17 @@ def write_table(path: Path, table: pa.Table) -> None:
             compression="zstd",
             use_dictionary=[*_REPEATED, *_REPEATED_LISTS],
             column_encoding=_BYTE_WISE,
+            row_group_size=rows_together(table["images"]),
         ),
     )
+
+
+def rows_together(images: pa.ChunkedArray) -> int | None:
+    """How many rows of a table make a row group; None: as many as usual. Arrow writes lists of images beyond 2 GiB, and cannot
+    read them again but in several row groups."""
+    if images.nbytes <= IMAGE_BYTES_TOGETHER:
+        return None
+    return max(1, len(images) * IMAGE_BYTES_TOGETHER // int(images.nbytes))
 
 
 def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
@@ -192,7 +204,7 @@ def read_groups(path: Path) -> list[SampleGroup]:
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         table = pq.read_table(path, columns=columns)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     if columns and (missing := set(columns) - set(table.column_names)):
         raise DataError(f"{path}: not a table of sample groups: it lacks {', '.join(missing)}")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slime_core.buffer.atomic_file import write_atomically
+from slime_core.buffer.table import rows_together
 from slime_core.errors import DataError
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.batch_images import BatchImages
@@ -55,7 +56,8 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
     if batch.images is not None:
         whole |= image_columns(batch.images)
     table = pa.table(whole)
-    write_atomically(path, lambda aside: pq.write_table(table, aside, compression="zstd"))
+    together = None if batch.images is None else rows_together(table[IMAGES])
+    write_atomically(path, lambda aside: pq.write_table(table, aside, compression="zstd", row_group_size=together))
 
 
 def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
@@ -68,7 +70,7 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
         )
     try:
         table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     images = read_images(table) if IMAGES in table.column_names else None
     named = {

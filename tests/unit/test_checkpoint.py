@@ -177,3 +177,11 @@ def test_an_older_checkpoint_is_gone_on_from(store, tmp_path):
     assert many.steps() == [1]
     save(many, 2, text="again")
     assert (many.load()[1] / "trainer" / "model.bin").read_text() == "again"
+
+
+def test_what_a_removal_left_goes_with_the_next_checkpoint(store, tmp_path):
+    """Killed in the middle, it had taken the marker first: nobody would ever look at the rest again."""
+    save(store, 1)
+    (tmp_path / "checkpoints" / "step_1" / "COMPLETE").unlink()
+    save(store, 2)
+    assert names(tmp_path) == ["step_2"]

@@ -146,6 +146,32 @@ def test_a_bad_row(tmp_path, line):
     assert source.metrics["rollout/data/num_bad_rows"] == 1
 
 
+def test_a_bad_row_leaves_the_stream_where_it_was_and_can_be_passed_over_from_there(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    append(file, 0, 1)
+    with file.open("a") as more:
+        more.write("{no\n")
+    append(file, 3)
+    source = stream(file)
+    assert texts(source, 1) == ["0"]
+    before = saved(source)
+    with pytest.raises(DataError, match="line 3"):
+        source.take(2)
+    assert saved(source) == before
+    again = stream(file, on_bad_row="skip")
+    again.restore(before)
+    assert texts(again, 2) == ["1", "3"]
+
+
+@pytest.mark.parametrize("content", ["", '{"inp'])
+def test_a_file_without_a_first_row_cannot_be_known_again(tmp_path, content):
+    begun, empty = tmp_path / "rows.jsonl", tmp_path / "feed.jsonl"
+    append(begun, 0)
+    empty.write_text(content)
+    with pytest.raises(DataError, match=r"feed\.jsonl: no whole row yet"):
+        stream(begun, empty)
+
+
 def test_too_long_prompts_are_passed_over(tmp_path):
     file = tmp_path / "rows.jsonl"
     append(file, 1, 12345, 2)

@@ -13,7 +13,7 @@ from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.buffer.plugin import Files, PopFirst
 from slime_core.buffer.render import PromptRenderer
 from slime_core.contracts.filter import BufferFilter, Versions
-from slime_core.errors import CheckpointError, PluginError
+from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types import Prompt, Sample, Status, VersionSpan
 
 
@@ -195,3 +195,19 @@ def test_a_damaged_checkpoint(make_buffer, tmp_path: Path):
     (tmp_path / "buffer.parquet").write_bytes(b"")
     with pytest.raises(CheckpointError, match="the data buffer's checkpoint is damaged"):
         make_buffer().load(tmp_path)
+
+
+def test_nothing_is_taken_if_the_source_raises(make_buffer, monkeypatch):
+    buffer = make_buffer()
+    buffer.add_samples(item.as_returned(0) for item in buffer.get_samples(2))
+    waiting = buffer.items
+
+    def bad_row(num_prompts):
+        raise DataError("line 3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffer.source, "take", bad_row)
+        with pytest.raises(DataError, match="line 3"):
+            buffer.get_samples(3)
+    assert buffer.items == waiting
+    assert [item.prompt.group_index for item in buffer.get_samples(3)] == [0, 1, 2]

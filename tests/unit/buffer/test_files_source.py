@@ -204,7 +204,9 @@ def test_restore_refuses_other_data_options_and_seeds(source, jsonl, tmp_path: P
     moved = shutil.copy(path, tmp_path / "moved")
     source(moved).restore(state)
     source(path, streaming=True).restore(state)
-    for other in (source(path, rollout_shuffle=True), source(f"{path}@[:4]"), source(path, on_bad_row="skip")):
+    # It is what a run is told to go on with.
+    source(path, on_bad_row="skip").restore(state)
+    for other in (source(path, rollout_shuffle=True), source(f"{path}@[:4]")):
         with pytest.raises(CheckpointError, match=r"the fingerprint was .* put them back, or start a new run"):
             other.restore(state)
     with pytest.raises(CheckpointError, match="the seed was 0 when the checkpoint was written and is 1 now"):
@@ -212,6 +214,20 @@ def test_restore_refuses_other_data_options_and_seeds(source, jsonl, tmp_path: P
     Path(path).write_text(Path(path).read_text().replace("4", "5"))
     with pytest.raises(CheckpointError, match="fingerprint"):
         source(path).restore(state)
+
+
+def test_a_bad_row_leaves_the_source_where_it_was_and_can_be_passed_over_from_there(source, tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input": "0"}\n{"input": "1"}\n{"inp\n{"input": "3"}\n')
+    drawn = source(str(path), streaming=True)
+    assert texts(drawn, 1) == ["0"]
+    before = drawn.state()
+    with pytest.raises(DataError, match=r"line 3.*--on-bad-row skip"):
+        drawn.take(2)
+    assert drawn.state() == before
+    goes_on = source(str(path), streaming=True, on_bad_row="skip")
+    goes_on.restore(before)
+    assert [(prompt.text, prompt.group_index) for prompt in goes_on.take(2)] == [("1", 1), ("3", 2)]
 
 
 def test_what_the_config_accepts(tmp_path: Path):

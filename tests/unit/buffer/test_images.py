@@ -200,11 +200,15 @@ def some_groups(renderer):
     ]
 
 
-def test_groups_hold_each_image_once_in_a_file(some_groups, tmp_path):
+@pytest.mark.parametrize("together", [2**28, 700, 1])
+def test_groups_hold_each_image_once_in_a_file(some_groups, tmp_path, monkeypatch, together):
+    """However many row groups there are: Arrow could not read one of more than 2 GiB."""
+    monkeypatch.setattr("slime_core.buffer.table.IMAGE_BYTES_TOGETHER", together)
     write_groups(tmp_path / "groups.parquet", some_groups)
     read = read_groups(tmp_path / "groups.parquet")
     assert [group.prompt.images for group in read] == [group.prompt.images for group in some_groups]
     assert all(sample.prompt is group.prompt for group in read for sample in group.samples)
+    assert (pq.ParquetFile(tmp_path / "groups.parquet").num_row_groups > 1) == (together < 2**28)
     written = pq.read_table(tmp_path / "groups.parquet")["images"].to_pylist()
     assert [None if images is None else len(images) for images in written] == [2, None, None, 0, 1, None]
 

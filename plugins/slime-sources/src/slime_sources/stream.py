@@ -28,6 +28,15 @@ class StreamSource(DataSource):
         self._renderer = renderer
         self._seed = seed
         self._readers: list[RowReader] = [open_reader(path) for path in config.prompt_data]
+        for reader in self._readers:
+            if reader.next(reader.first) is None:
+                raise DataError(
+                    f"{reader.path}: no whole row yet. By its first row a run that goes on knows a file again: write one, or "
+                    "leave the file out."
+                )
+        options = f"{config.shuffle_rows} {config.at_end}"
+        heads = "\n".join(reader.head for reader in self._readers)
+        self._fingerprint = xxhash.xxh3_128_hexdigest(f"{heads}\n{options}".encode())
         self._file = 0
         self._place = self._readers[0].first
         self._epoch = 0
@@ -41,6 +50,15 @@ class StreamSource(DataSource):
         self._num_bad_rows = 0
 
     def take(self, num_prompts: int) -> list[Prompt]:
+        before = self.state()
+        try:
+            return self._take(num_prompts)
+        except DataError:
+            # Some were drawn before the row that cannot be used, and that row itself: all are drawn again.
+            self.restore(before)
+            raise
+
+    def _take(self, num_prompts: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         in_vain = 0
         while len(prompts) < num_prompts:
@@ -150,9 +168,7 @@ class StreamSource(DataSource):
 
     def fingerprint(self) -> str:
         """Of the names of the files and their first rows: what is appended does not change it."""
-        options = f"{self._config.shuffle_rows} {self._config.at_end} {self._config.on_bad_row}"
-        heads = "\n".join(reader.head for reader in self._readers)
-        return xxhash.xxh3_128_hexdigest(f"{heads}\n{options}".encode())
+        return self._fingerprint
 
     @property
     def metrics(self) -> Mapping[str, float]:
