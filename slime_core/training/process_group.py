@@ -1,11 +1,16 @@
-"""The default process group of a trainer process, which several roles may share."""
+"""The default process group of a trainer process, which several roles may share, and those made beside it."""
 
 from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
 from slime_core.contracts.backend import TrainerSetup
 from slime_core.errors import ConfigError
+
+SAVE_WAIT: Final = timedelta(days=1)
 
 
 def join_group(setup: TrainerSetup) -> bool:
@@ -26,3 +31,11 @@ def join_group(setup: TrainerSetup) -> bool:
     else:
         dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
     return True
+
+
+def group_for_saving() -> dist.ProcessGroup:
+    """Of all ranks, for the host; all of them call. Ranks that have written their part of a checkpoint wait in it for one
+    that still writes, which may take hours: gloo would give up after 30 minutes. One that has died is not waited for:
+    its connections close, and the launcher ends the others."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=SAVE_WAIT)
+    return group

@@ -59,10 +59,13 @@ class RoundedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             numbers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None or not local(parameter).numel():
+                if parameter.grad is None:
                     continue
                 state = self.state_of(parameter)
+                # Where nothing of it is held, too: a checkpoint takes the count from any rank.
                 state["step"] += 1
+                if not local(parameter).numel():
+                    continue
                 at = int(state["step"]), local(parameter).device
                 if at not in numbers:
                     numbers[at] = numbers_of(group, *at)
@@ -76,12 +79,15 @@ class RoundedAdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """torch gives moments the dtype of their weights."""
+        """torch gives moments the dtype of their weights, to which float32 ones would be rounded: they are taken again.
+        As torch's, they are those of `state_dict` itself where dtype and device are the same."""
         super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name, dtype in self._dtypes.items():
-                if name in state:
-                    state[name] = state[name].to(dtype)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number, {})
+            for name in self._dtypes.keys() & saved.keys():
+                self.state[parameter][name] = saved[name].to(parameter.device, self._dtypes[name])
 
 
 def numbers_of(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, Tensor]:

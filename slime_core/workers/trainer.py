@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from slime_core.batch.pack import pack_micro_batch
 from slime_core.batch.pack_images import PixelCache
@@ -65,7 +66,7 @@ class TrainWorker:
             transport = spec.agreement.resolve(spec.transport, registry)
             self._sender = transport.driver.build_sender(transport.config)
         self._format = None if spec.engine_format is None else spec.engine_format.build(spec.agreement, registry)
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_device, initargs=(setup,))
         self._writing: Future[None] | None = None
 
     def setup(self) -> Layout:
@@ -166,3 +167,9 @@ class TrainWorker:
             stack.callback(self._writer.shutdown)
             if self._sender is not None:
                 stack.callback(self._sender.close)
+
+
+def use_device(setup: TrainerSetup) -> None:
+    """In this thread too: a new one has GPU 0 for its own, and torch's writers would take memory there."""
+    if setup.device == "cuda":
+        torch.cuda.set_device(setup.local_rank)

@@ -55,8 +55,9 @@ def test_steps_are_adamws(weights, mean, square, tolerance):
         wanted = oracle(start[number], [of_step[number] for of_step in gradients], decay=0.3)
         assert parameter.dtype == weights
         np.testing.assert_allclose(parameter.detach().double().numpy(), wanted, atol=tolerance, rtol=tolerance)
-    state = optimizer.state[parameters[0]]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype, float(state["step"])) == (mean, square, 12.0)
+    # The empty one counts too.
+    for state in (optimizer.state[parameter] for parameter in parameters):
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype, float(state["step"])) == (mean, square, 12.0)
 
 
 def test_steps_too_small_for_bfloat16_add_up():
@@ -99,14 +100,26 @@ def test_how_a_value_is_rounded_depends_on_it_and_the_step_alone():
     assert torch.equal(whole[:600], parts[1])
 
 
-def test_a_loaded_state_keeps_its_dtypes_and_its_bits():
+@pytest.mark.parametrize(("weights", "moments"), [(F32, BF16), (BF16, F32), (BF16, BF16)])
+def test_a_loaded_state_keeps_its_dtypes_and_its_bits(weights, moments):
+    """Two groups, of which only the second is trained: states are found by their numbers."""
     draw = torch.Generator().manual_seed(2)
     gradients = [[torch.randn(50, generator=draw)] for _ in range(6)]
-    (straight,), one = make([torch.zeros(50)], mean=BF16, square=BF16)
+
+    def begun(start):
+        parameters, optimizer = make([torch.zeros(3, dtype=weights)], mean=moments, square=moments)
+        parameters.append(torch.nn.Parameter(start.clone()))
+        optimizer.add_param_group({"params": parameters[1:]})
+        return parameters[1], optimizer
+
+    straight, one = begun(torch.zeros(50, dtype=weights))
     take_steps([straight], one, gradients[:3])
-    (resumed,), other = make([straight.detach().clone()], mean=BF16, square=BF16)
+    resumed, other = begun(straight.detach())
     other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert other.state[resumed][name].dtype == moments
+        assert torch.equal(other.state[resumed][name], one.state[straight][name])
+    assert set(other.state) == {resumed}
     take_steps([straight], one, gradients[3:])
     take_steps([resumed], other, gradients[3:])
-    assert other.state[resumed]["exp_avg_sq"].dtype == BF16
     assert torch.equal(straight, resumed)

@@ -1,8 +1,11 @@
 """What a rank does beside its backend."""
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_core.config.bound import PartSpec
 from slime_core.config.train import OptimizerConfig
@@ -111,10 +114,10 @@ def part(kind):
 
 
 @pytest.fixture
-def worker(tmp_path):
+def spec(tmp_path):
     file = PluginFile(path=Path("ranks.py"), text=PLUGIN, sha256="e" * 64)
     parts = [part(kind) for kind in ("backends", "transports", "losses", "converters")]
-    spec = TrainWorkerSpec(
+    return TrainWorkerSpec(
         agreement=Agreement.of([one.resolve(Registry([file])) for one in parts], [file]),
         backend=parts[0],
         transport=parts[1],
@@ -132,6 +135,10 @@ def worker(tmp_path):
             optimizer=OptimizerConfig(), total_steps=1, seed=0,
         ),
     )  # fmt: skip
+
+
+@pytest.fixture
+def worker(spec):
     worker = TrainWorker(spec)
     worker.setup()
     return worker
@@ -154,3 +161,18 @@ def test_what_cannot_be_converted_for_the_engines_holds_no_other_rank_up(worker,
     with pytest.raises(ValueError, match="b has no scale"):
         worker.send_weights(1, [])
     assert (tmp_path / "exhausted").exists()
+
+
+def test_what_writes_beside_training_is_on_the_gpu_of_its_rank(spec, tmp_path, monkeypatch):
+    """CUDA's current device is each thread's own: it would be GPU 0 in that of every rank of the machine."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    for device in ("cuda", "cpu"):
+        worker = TrainWorker(replace(spec, transport=None, setup=replace(spec.setup, device=device, local_rank=3)))
+        worker.setup()
+        worker.stage(tmp_path)
+        worker.close()
+        assert worker.written()
+    ((number, thread),) = chosen
+    assert number == 3
+    assert thread is not threading.current_thread()

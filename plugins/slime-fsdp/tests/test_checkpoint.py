@@ -2,10 +2,12 @@
 
 import json
 import random
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from slime_core.errors import CheckpointError
 
@@ -112,6 +114,28 @@ def test_what_is_staged_is_what_is_saved(folders, start, train, contents, tmp_pa
         write()
         assert contents(later) == contents(at_once)
     backend.load(tmp_path / "later0")
+
+
+def test_ranks_that_have_written_wait_for_one_that_writes_for_hours(folders, start, monkeypatch, tmp_path):
+    """In a group of the thread's own where it writes beside training. Lower precision wants process groups."""
+    groups, save = [], dcp.save
+
+    def note(*given, process_group, **told):
+        groups.append(process_group)
+        return save(*given, process_group=process_group, **told)
+
+    monkeypatch.setattr(dcp, "save", note)
+    backend = start(folders("qwen3"), {"precision": "bfloat16"})
+    try:
+        for name in ("at_once", "later"):
+            (tmp_path / name).mkdir()
+        backend.save(tmp_path / "at_once")
+        backend.stage(tmp_path / "later")()
+        assert len({id(group) for group in groups}) == 2
+        for group in groups:
+            assert group._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=12)
+    finally:
+        backend.close()
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(folders, start, train, tmp_path):

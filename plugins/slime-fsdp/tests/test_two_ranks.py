@@ -140,6 +140,15 @@ def test_a_value_head_on_two_ranks(ranks, folders, start, pack, samples):
     np.testing.assert_allclose(backend.score([pack(samples)])[0].values, part["saved"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("prefix", ["", "rounded_"])
+def test_what_a_rank_has_no_part_of_is_counted_as_often(prefix, ranks):
+    """It may be that rank's count which is saved."""
+    one, other = ranks(f"{prefix}value")
+    np.testing.assert_array_equal(one["loaded"], one["saved"])
+    assert one["counts"] == other["counts"] == [1.0] * len(one["counts"])
+    assert len(one["counts"]) > 10
+
+
 def test_a_broken_folder_is_reported_by_every_rank(ranks):
     for rank in range(2):
         assert str(ranks.folder / "broken") in (ranks.folder / f"broken.{rank}.txt").read_text()

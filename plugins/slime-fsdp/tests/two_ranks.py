@@ -24,6 +24,14 @@ from slime_core.training import saved_model
 from slime_fsdp import export
 from slime_fsdp.gather import gathered
 
+ROUNDED = {
+    "precision": "bfloat16",
+    "main_params_dtype": "bf16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+"""Weights and moments in bfloat16."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -146,9 +154,7 @@ def resume(run):
 
 
 def resume_rounded(run):
-    """Weights and moments in bfloat16."""
-    rounded = {"main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    resume_with(run, "resume_rounded", rounded | {"precision": "bfloat16"}, "rounded_")
+    resume_with(run, "resume_rounded", ROUNDED, "rounded_")
 
 
 def resume_with(run, name, options, prefix):
@@ -180,19 +186,28 @@ def resume_with(run, name, options, prefix):
 
 
 def value_head(run):
+    value_head_with(run, "value", {}, "critic")
+
+
+def value_head_rounded(run):
+    value_head_with(run, "rounded_value", ROUNDED, "rounded_critic")
+
+
+def value_head_with(run, name, options, folder):
     """One number wide: rank 1 has no part of it."""
     samples = make_samples()
-    backend = run.begin("value", head="value")
+    backend = run.begin(name, options, head="value")
     objective = SequencePolicy(reads_values=True)
     backend.train_step([pack(samples)], objective)
-    (run.out / "critic").mkdir(exist_ok=True)
-    backend.save(run.out / "critic")
+    (run.out / folder).mkdir(exist_ok=True)
+    backend.save(run.out / folder)
     saved = backend.score([pack(samples)])[0].values
     backend.train_step([pack(samples)], objective)
     trained = backend.score([pack(samples)])[0].values
-    backend.load(run.out / "critic")
+    backend.load(run.out / folder)
     loaded = backend.score([pack(samples)])[0].values
-    run.keep("value", backend, saved=saved, trained=trained, loaded=loaded)
+    counts = [float(state["step"]) for state in backend._trainer.optimizer.state.values()]
+    run.keep(name, backend, saved=saved, trained=trained, loaded=loaded, counts=counts)
     backend.close()
 
 
@@ -310,6 +325,7 @@ def main(rank, device, *folders):
         resume,
         resume_rounded,
         value_head,
+        value_head_rounded,
         half_precision,
         adapters,
         half_precision_adapters,

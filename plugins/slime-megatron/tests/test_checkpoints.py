@@ -1,10 +1,12 @@
 """A checkpoint of one layout goes on in another as it would have in its own."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from families import make_family
 from safetensors.torch import load_file
 
@@ -147,6 +149,34 @@ def saved(folder, tmp_path):
     return tmp_path
 
 
+def test_ranks_that_have_written_wait_for_one_that_writes_for_hours(folder, monkeypatch, tmp_path):
+    """In a group of the thread's own where it writes beside training."""
+    from slime_megatron import checkpoint
+
+    groups, save, on_all_ranks = [], dcp.save, checkpoint.on_all_ranks
+
+    def note_save(*given, process_group, **told):
+        groups.append(process_group)
+        return save(*given, process_group=process_group, **told)
+
+    def note_rest(work, group, world_size):
+        groups.append(group)
+        on_all_ranks(work, group, world_size)
+
+    monkeypatch.setattr(dcp, "save", note_save)
+    monkeypatch.setattr(checkpoint, "on_all_ranks", note_rest)
+    with opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM) as one:
+        for name in ("at_once", "later"):
+            (tmp_path / name).mkdir()
+        one.backend.save(tmp_path / "at_once")
+        assert len(groups) == 3
+        one.backend.stage(tmp_path / "later")()
+        assert [id(group) for group in groups] == [id(groups[0])] * 3 + [id(groups[3])] * 3
+        assert groups[0] is not groups[3]
+        for group in groups:
+            assert group._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=12)
+
+
 def test_saved_before_the_first_step(folder, saved):
     training = TrainingBatch.make()
 
@@ -161,6 +191,69 @@ def test_saved_before_the_first_step(folder, saved):
 
     straight, resumed = weights(False), weights(True)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """Counts as Transformer Engine's FusedAdam and Apex's do: in each group that has parameters, from 1 on where there is
+    no count."""
+
+    def __init__(self, params, *, lr, weight_decay, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in filter(lambda group: group["params"], self.param_groups):
+            count = group["step"] = group["step"] + 1 if "step" in group else 1
+            beta1, beta2 = group["betas"]
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                mean = state["exp_avg"].lerp_(weight.grad, 1 - beta1)
+                square = state["exp_avg_sq"].mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
+                root = (square / (1 - beta2**count)).sqrt() + group["eps"]
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.addcdiv_(mean / (1 - beta1**count), root, value=-group["lr"])
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, DISTRIBUTED], ids=["plain", "bf16", "distributed"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_adam_that_counts_by_group_goes_on(folder, monkeypatch, tmp_path, options, steps):
+    """Into a run that has taken steps of its own too."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from slime_megatron.optimizer import parts_of
+
+    for module in (optimizer, distrib_optimizer):
+        monkeypatch.setattr(module, "Adam", GroupAdam)
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+    training = TrainingBatch.make()
+
+    def begun():
+        return opened(Megatron.build(Megatron.Config(**options)), Place(model=folder), optimizer=ADAM)
+
+    def step(one, count):
+        for _ in range(count):
+            one.backend.train_step(training.micros(), objective_of())
+        inner = [part.optimizer for part in parts_of(one.backend._trainer.optimizer)]
+        assert {type(adam) for adam in inner} == {GroupAdam}
+        return {group["step"] for adam in inner for group in adam.param_groups if group["params"]}
+
+    with begun() as one:
+        step(one, steps) if steps else None
+        one.backend.save(tmp_path)
+        assert step(one, 2) == {steps + 2}
+        straight = one.weights()
+    for before in (0, 3):
+        with begun() as one:
+            step(one, before) if before else None
+            one.backend.load(tmp_path)
+            assert step(one, 2) == {steps + 2}
+            assert all(torch.equal(tensor, straight[name]) for name, tensor in one.weights().items())
 
 
 def test_a_critic_goes_on(folder, tmp_path):

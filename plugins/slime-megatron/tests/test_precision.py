@@ -123,6 +123,43 @@ def test_gradients_that_overflow_halve_the_loss_scale(place):
         assert float(scale()) == expected
 
 
+@pytest.fixture
+def experts_apart(monkeypatch):
+    """The MLPs, that is, marked as Megatron marks experts that are on ranks of their own."""
+    from slime_megatron import trainer
+
+    wrap = trainer.wrap
+
+    def wrap_marked(bare, *given, **told):
+        for name, parameter in bare[0].named_parameters():
+            parameter.allreduce = ".mlp." not in name
+        return wrap(bare, *given, **told)
+
+    monkeypatch.setattr(trainer, "wrap", wrap_marked)
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_experts_with_an_optimiser_of_their_own_have_the_same_loss_scale(
+    place, experts_apart, monkeypatch, overflowing
+):
+    from slime_megatron.optimizer import parts_of
+
+    training = TrainingBatch.make()
+    with opened(backend(fp16=True, loss_scale=2.0**8), place) as one:
+        expected = one.backend.train_step(training.micros(), objective_of()).grad_norm
+    with opened(backend(fp16=True, initial_loss_scale=2.0**10, loss_scale_window=1, hysteresis=1), place) as one:
+        parts = parts_of(one.backend._trainer.optimizer)
+        assert len(parts) == 2
+        scales = lambda: [float(part.get_loss_scale()) for part in parts]  # noqa: E731
+        with monkeypatch.context() as context:
+            context.setattr(parts[overflowing], "_unscale_main_grads_and_check_for_nan", lambda: True)
+            assert one.backend.train_step(training.micros(), objective_of()).skipped
+        assert scales() == [2.0**9, 2.0**9]
+        report = one.backend.train_step(training.micros(), objective_of())
+        assert report.grad_norm == pytest.approx(expected, rel=0.01)
+        assert scales() == [2.0**10, 2.0**10]
+
+
 def test_a_loss_that_is_not_finite_leaves_the_loss_scale(place):
     """Which it was computed without: a smaller one mends nothing."""
     training = TrainingBatch.make()

@@ -73,6 +73,7 @@ class _Trainer:
     parking: TrainerParking
     staging: Staging | None = None
     saving_group: dist.ProcessGroup | None = None
+    staging_group: dist.ProcessGroup | None = None
     """Of the thread that writes what was staged."""
 
 
@@ -283,16 +284,18 @@ class FsdpBackend(TrainBackend):
 
     def save(self, folder: Path) -> None:
         trainer = self._ready
-        checkpoint.write(folder, self._snapshot(), trainer.ranks, trainer.ranks.group)
+        if trainer.saving_group is None:
+            trainer.saving_group = trainer.ranks.group_for_saving()
+        checkpoint.write(folder, self._snapshot(), trainer.ranks, trainer.saving_group)
 
     def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
         if trainer.staging is None:
             trainer.staging = Staging(trainer.placement.device)
-            trainer.saving_group = trainer.ranks.another_group()
+            trainer.staging_group = trainer.ranks.group_for_saving()
         snapshot = self._snapshot()
         snapshot = replace(snapshot, tensors=trainer.staging.copied(snapshot.tensors))
-        return partial(checkpoint.write, folder, snapshot, trainer.ranks, trainer.saving_group)
+        return partial(checkpoint.write, folder, snapshot, trainer.ranks, trainer.staging_group)
 
     def _snapshot(self) -> checkpoint.Snapshot:
         trainer = self._ready

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slime_core.contracts.backend import TrainerSetup
-from slime_core.training.process_group import join_group
+from slime_core.training.process_group import group_for_saving, join_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,8 @@ class Ranks:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self.group)
         return votes > 0
 
-    def another_group(self) -> dist.ProcessGroup | None:
-        """Of all ranks, for the host. All of them call."""
-        return None if self.mesh is None else dist.new_group(backend="gloo")
+    def group_for_saving(self) -> dist.ProcessGroup | None:
+        return None if self.mesh is None else group_for_saving()
 
     def leave(self) -> None:
         if self.made_group and dist.is_initialized():

@@ -30,6 +30,7 @@ from slime_core.contracts.loss import Segments
 from slime_core.errors import ModelError, unknown_name
 from slime_core.objective.segments import LocalSegments
 from slime_core.training.head import EntropyMode
+from slime_core.training.process_group import group_for_saving
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -221,15 +222,18 @@ class MegatronBackend(TrainBackend):
         write_folder(trainer.table, trainer.folder, folder, head=trainer.setup.head)
 
     def save(self, folder: Path) -> None:
-        self._write(folder, checkpoint.PlainSave())(None)
+        trainer = self._ready
+        if trainer.saving_group is None:
+            trainer.saving_group = group_for_saving()
+        self._write(folder, checkpoint.PlainSave(trainer.saving_group))(trainer.saving_group)
 
     def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
-        if trainer.saving_group is None:
-            trainer.saving_group = dist.new_group(backend="gloo")
+        if trainer.staging_group is None:
+            trainer.staging_group = group_for_saving()
         on_host = trainer.placement.device.type == "cpu" or bool(getattr(self._config, "optimizer_cpu_offload", False))
         strategy = checkpoint.StagedSave(trainer.staging, trainer.placement.device, trains_on_host=on_host)
-        return partial(self._write(folder, strategy), trainer.saving_group)
+        return partial(self._write(folder, strategy), trainer.staging_group)
 
     def _write(self, folder: Path, strategy: checkpoint.PlainSave) -> checkpoint.Write:
         trainer = self._ready

@@ -85,11 +85,13 @@ class Manifest:
 class PlainSave(TorchDistSaveShardedStrategy):
     """Written by this process: Megatron's own writer starts a server and forks writers, for asynchronous saving."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: in which ranks wait for each other; None: the default one."""
         super().__init__("torch_dist", 1)
+        self._group = group
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        self.planned(sharded_state_dict, Path(checkpoint_dir))(None)
+        self.planned(sharded_state_dict, Path(checkpoint_dir))(self._group)
 
     def planned(self, sharded_state_dict: dict[str, Any], folder: Path) -> Write:
         """What this rank writes of it."""
@@ -174,9 +176,11 @@ def make_state(optimizer: MegatronOptimizer) -> None:
     steps once for all parameters; torch's AdamW counts in each one's state. So counts are 1 on their way (0 would be left
     out), and set afterwards."""
     for part in parts_of(optimizer):
-        part.init_state_fn = fill_state
-        if part.optimizer is not None:
-            fill_state(part.optimizer)
+        if not counts_by_group(part):
+            part.init_state_fn = fill_state
+        # With use_precision_aware_optimizer it is made where Megatron loads: its function does not fit every FusedAdam.
+        if part.optimizer is not None and not part.config.use_precision_aware_optimizer:
+            part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and isinstance(
             part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer)
         ):
@@ -189,8 +193,17 @@ def with_count(put_state: Callable[[Any, dict[str, Any]], None]) -> Callable[[An
     return lambda parameter, state: put_state(parameter, {**state, "step": ONE})
 
 
+def counts_by_group(part: Any) -> bool:
+    """It is the FusedAdam of Transformer Engine or Apex, which Megatron takes where one of them is installed."""
+    plain = isinstance(part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer))
+    return part.optimizer is not None and part.config.optimizer == "adam" and not plain
+
+
 def count_steps(optimizer: MegatronOptimizer, steps_done: int) -> None:
     for part in parts_of(optimizer):
+        if counts_by_group(part):
+            for group in part.optimizer.param_groups:
+                group["step"] = steps_done
         if isinstance(part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer)):
             for state in part.optimizer.state.values():
                 state["step"] = torch.full_like(state["step"], float(steps_done))

@@ -18,10 +18,25 @@ if TYPE_CHECKING:
 def is_finite_step(optimizer: MegatronOptimizer, loss: Tensor, ranks: Ranks) -> tuple[float, bool]:
     """The global norm, and whether loss and gradients are finite on every rank. Gradients are ready to be stepped with
     afterwards."""
-    found_inf = bool(optimizer.prepare_grads())
+    fit = prepare_gradients(optimizer, loss.device, ranks)
     norm = float(optimizer.get_grad_norm())
-    finite = not found_inf and math.isfinite(norm)
+    finite = fit and math.isfinite(norm)
     return norm, ranks.all_agree(loss.isfinite() & torch.tensor(finite, device=loss.device))
+
+
+def prepare_gradients(optimizer: MegatronOptimizer, device: torch.device, ranks: Ranks) -> bool:
+    """Whether float16 has borne them on every rank. Experts on ranks of their own have an optimiser of their own, and in it
+    a loss scale that would go its own way; losses are multiplied by the first one's, and there are pipeline stages
+    without experts. So all loss scales go the same way."""
+    if not optimizer.config.fp16:
+        return not optimizer.prepare_grads()
+    scalers = [part.grad_scaler for part in parts_of(optimizer)]
+    before = dict(vars(scalers[0]))
+    fit = ranks.all_agree(torch.tensor(not optimizer.prepare_grads(), device=device))
+    for scaler in scalers:
+        vars(scaler).update(before)
+        scaler.update(not fit)
+    return fit
 
 
 @torch.no_grad()

@@ -66,6 +66,7 @@ class Trainer:
     steps_done: int = 0
     staging: dict[str, HostCopy] = field(default_factory=dict)
     saving_group: dist.ProcessGroup | None = None
+    staging_group: dist.ProcessGroup | None = None
     """Of the thread that writes what was staged."""
 
 
