@@ -21,27 +21,55 @@ SAMPLES = 4
 
 VANDAL = '''
 """Stops engines where they stand when step 1 begins, so that what they are asked stays unanswered, and kills some of
-them a little later."""
-import os, signal, threading, time
+them a little after they were asked. None comes back before all of them are lost."""
+import asyncio, os, signal, time
 from pathlib import Path
 import psutil
 from slime_core.plugin import hook, reward
 
-STOPPED, KILLED = {stopped}, {killed}
-BACK = Path("{folder}") / "back"
+STOPPED, KILLED, ASKED = {stopped}, {killed}, {asked}
+FOLDER = Path("{folder}")
+BACK, LOST = FOLDER / "back", FOLDER / "lost"
+
+# In the process of a successor.
+while (FOLDER / "begun").exists() and not (LOST.exists() and len(LOST.read_text()) >= STOPPED):
+    time.sleep(0.05)
+
+
+def kill_when_asked(pids):
+    """Soon after the last of the step's requests was given to an engine: what is lost with them is certain."""
+    from slime_core.rollout.client import EngineClient
+
+    stream, asked = EngineClient._stream, 0
+
+    def counted(client, seat, message, requests):
+        nonlocal asked
+        asked += len(requests)
+        if asked == ASKED:
+            for pid in pids:
+                asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGKILL)
+        return stream(client, seat, message, requests)
+
+    EngineClient._stream = counted
 
 
 @hook
 def rollout_start(event):
     if event.rollout_id != 1:
         return
+    (FOLDER / "begun").touch()
     children = psutil.Process().children(recursive=True)
     engines = sorted(child.pid for child in children if "EngineActor" in " ".join(child.cmdline()))
     (event.run.run_dir / "engines").write_text(" ".join(map(str, engines)))
     for pid in engines[:STOPPED]:
         os.kill(pid, signal.SIGSTOP)
-    for pid in engines[:KILLED]:
-        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    kill_when_asked(engines[:KILLED])
+
+
+@hook
+def engine_lost(event):
+    with LOST.open("a") as file:
+        file.write("x")
 
 
 @hook
@@ -61,7 +89,9 @@ def parity(sample):
 
 def run(tiny: TinyRun, *words: str, stopped: int, killed: int) -> list[dict[str, Any]]:
     """The events of a run that ends well."""
-    (tiny / "vandal.py").write_text(VANDAL.format(stopped=stopped, killed=killed, folder=tiny.folder))
+    asked = PER_STEP * SAMPLES
+    vandal = VANDAL.format(stopped=stopped, killed=killed, asked=asked, folder=tiny.folder)
+    (tiny / "vandal.py").write_text(vandal)
     ended = tiny.run(
         "--plugin", "vandal.py", "--reward", "parity", "--launcher", "ray", "--rollout-num-gpus", "2", "--dump-rollouts",
         "--reward-timeout", "200",
@@ -125,11 +155,13 @@ def test_an_engine_that_is_killed_is_replaced(tiny: TinyRun) -> None:
 
 def test_all_engines_are_lost_one_by_death_and_one_hanging(tiny: TinyRun) -> None:
     """One step ahead. The requests of both wait until an engine is back."""
-    words = ("--ahead", "1", "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "2")
+    words = ("--ahead", "1", "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5")
     events = run(tiny, *words, stopped=2, killed=1)
     dead, hung = only(events, "engine_lost")
+    # For a while there was none.
+    assert [event["event"] for event in events if event["event"].startswith("engine_")][:2] == ["engine_lost"] * 2
     assert "is gone" in dead["error"]
-    assert "has not said within 2 s that it is well" in hung["error"]
+    assert "has not said within 5 s that it is well" in hung["error"]
     # The second had its own, and may have been given those of the first.
     half = PER_STEP * SAMPLES // 2
     assert (dead["redispatched"], hung["redispatched"]) in [(half, half), (half, 2 * half)]

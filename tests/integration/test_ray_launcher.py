@@ -35,6 +35,7 @@ from slime_core.launch.ray_cluster import RayCluster
 from slime_core.launch.ray_crew import Crew, Member, Roster
 from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
+from slime_core.testing.fast_clock import run_fast
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_core.workers.agreement import Agreement
@@ -97,7 +98,7 @@ class FakeBackend:
             os.write(2, b"last words\\n")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
+            time.sleep(300)
         environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
         told = self.told | environment | {"pid": os.getpid()}
         (folder / f"{rank}.json").write_text(json.dumps(told))
@@ -106,7 +107,10 @@ class FakeBackend:
         progress = self.setup_.model_path / f"progress_{self.setup_.rank}"
         count, size = json.loads((self.setup_.model_path / "export.json").read_text())
         for index in range(count):
-            progress.write_text(str(index))
+            # Whole at any time: the test reads it meanwhile.
+            aside = progress.with_suffix(".aside")
+            aside.write_text(str(index))
+            aside.replace(progress)
             if index == 5:
                 raise CheckpointError("export stops")
             import torch
@@ -480,7 +484,6 @@ async def test_what_cannot_be_placed_is_a_config_error(workers, tmp_path):
 
 
 async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
-    crew = Crew(Roster(), grace_s=0.2, farewell="close")
     member = Member(actor=None, name="rank", failure=TrainingError)
 
     async def stuck():
@@ -493,31 +496,62 @@ async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
     async def broken():
         raise RayTaskError("call", "remote traceback", CheckpointError("only I"))
 
-    began = time.monotonic()
-    results = await asyncio.gather(
-        *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
-    )
-    assert results[0] == "in time"
-    assert [(type(result), str(result)) for result in results[1:]] == [(CheckpointError, "only I")] * 2
-    assert 0.2 <= time.monotonic() - began < 5
-    with pytest.raises(CheckpointError, match="only I"):
-        await crew.run(member, slow())
+    async def scene():
+        crew, now = Crew(Roster(), grace_s=0.2, farewell="close"), asyncio.get_running_loop().time
+        began = now()
+        results = await asyncio.gather(
+            *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
+        )
+        assert results[0] == "in time"
+        assert [(type(result), str(result)) for result in results[1:]] == [(CheckpointError, "only I")] * 2
+        assert now() - began == pytest.approx(0.2)
+        with pytest.raises(CheckpointError, match="only I"):
+            await crew.run(member, slow())
+
+    # In a thread, since this one has a loop that runs.
+    await asyncio.to_thread(run_fast, scene())
 
 
 async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
-    crew = Crew(Roster(), grace_s=0.1, farewell="close")
     member = Member(actor=None, name="rank", failure=TrainingError)
 
     async def broken():
         raise RayTaskError("call", "remote traceback", CheckpointError("both of us"))
 
     async def well():
+        await asyncio.sleep(0.05)
         return 1
 
-    results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
-    assert [str(result) for result in results] == ["both of us"] * 2
-    await asyncio.sleep(0.3)
-    assert await crew.run(member, well()) == 1
+    async def scene():
+        crew = Crew(Roster(), grace_s=0.1, farewell="close")
+        results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
+        assert [str(result) for result in results] == ["both of us"] * 2
+        await asyncio.sleep(0.3)
+        assert await crew.run(member, well()) == 1
+
+    await asyncio.to_thread(run_fast, scene())
+
+
+async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
+    """A checkpoint that cannot be written beside a step is made up for: the step goes on."""
+    member = Member(actor=None, name="rank", failure=TrainingError)
+
+    async def train():
+        await asyncio.sleep(60)
+        return "trained"
+
+    async def written():
+        raise RayTaskError("call", "remote traceback", CheckpointError("no space"))
+
+    async def scene():
+        crew = Crew(Roster(), grace_s=0.2, farewell="close")
+        training = asyncio.create_task(crew.run(member, train(), "train"))
+        with pytest.raises(CheckpointError, match="no space"):
+            await crew.run(member, written(), "written")
+        assert await training == "trained"
+        assert not crew.has_died
+
+    await asyncio.to_thread(run_fast, scene())
 
 
 async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unheard(monkeypatch):
@@ -585,7 +619,8 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     groups = len(ray.util.placement_group_table())
     began = time.monotonic()
     successor, info = await workers.launcher.restart_engine(0)
-    assert time.monotonic() - began < 30
+    # Where Ray has no place for it, that takes a minute.
+    assert time.monotonic() - began < 50
     workers.engines = [successor, neighbour]
     await gone([pid])
     assert info.pid == await successor.call("version") != pid
@@ -650,11 +685,11 @@ async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, t
         assert "last words" in str(result)
     with pytest.raises(TrainingError, match="rank 1 of 2"):
         await workers.ranks[0].call("save", tmp_path)
-    # Rank 0 sleeps for a minute, and nobody waits for it.
+    # Rank 0 sleeps for five minutes, and nobody waits for it.
     processes = [pid for pid in descendants(os.getpid()) if pid not in workers.others]
     assert pids[0] in processes
     await workers.launcher.stop()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45
     await gone(processes)
     # The log that the error quotes is kept.
     log = Path(str(result).partition("Last lines of ")[2].partition(":")[0])
@@ -788,14 +823,14 @@ def is_alive(pid: int) -> bool:
 
 
 async def gone(pids) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
         await asyncio.sleep(0.1)
 
 
 async def appears(path: Path, unless: asyncio.Task | None = None) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not path.exists():
         assert unless is None or not unless.done(), unless.result()
         assert time.monotonic() < deadline

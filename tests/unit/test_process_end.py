@@ -1,5 +1,6 @@
 """Waiting for killed processes."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -41,10 +42,14 @@ def runs(pid):
 
 
 async def test_a_group_is_there_as_long_as_any_process_of_it(started):
-    leader, beside = started(0.5)
+    leader, beside = started(600)
     assert not runs(leader)
     assert runs(beside)
-    assert await group_gone(leader, 60)
+    gone = asyncio.create_task(group_gone(leader, 60))
+    await asyncio.sleep(0.1)
+    assert not gone.done()
+    os.kill(beside, signal.SIGKILL)
+    assert await gone
     assert not runs(beside)
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_core.rollout.waiting import WaitingRequests
@@ -30,6 +30,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
+@settings(deadline=None, derandomize=True)
 def test_it_is_one_queue_from_which_some_are_passed_over(steps):
     """Beside a plain list that is looked through every time."""
     waiting, plain, made = WaitingRequests(EVERY), deque(), 0

@@ -19,7 +19,7 @@ from slime_core.errors import PluginError
 
 @pytest.fixture(scope="module")
 def interpreter() -> Interpreter:
-    return Interpreter(SandboxConfig(wall_s=60, cpu_s=1, memory_mb=256, file_kb=512, output_kb=8, workers=2))
+    return Interpreter(SandboxConfig(wall_s=60, cpu_s=30, memory_mb=256, file_kb=512, output_kb=8, workers=2))
 
 
 def run(interpreter: Interpreter, code: str) -> Execution:
@@ -160,7 +160,8 @@ def test_nothing_outside_is_touched(interpreter: Interpreter, tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["victim"]
 
 
-def test_code_that_takes_too_long(interpreter: Interpreter) -> None:
+def test_code_that_takes_too_long() -> None:
+    interpreter = Interpreter(SandboxConfig(wall_s=60, cpu_s=1, workers=1))
     busy = run(interpreter, "print('begun', flush=True)\nwhile True: pass")
     assert (busy.outcome, busy.reason, busy.out) == (Outcome.TIMEOUT, "more than 1 s of processor time", "begun\n")
     stubborn = run(interpreter, "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
@@ -195,8 +196,9 @@ def test_a_lost_server_is_told_and_replaced(interpreter: Interpreter) -> None:
 
 
 def test_a_server_that_is_gone_or_silent_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_agents.sandbox.interpreter.SILENCE_S", 0.1)
-    interpreter = Interpreter(SandboxConfig(wall_s=0.4, workers=1))
+    # With `wall_s`, all of which the code that is run afterwards has, half a second.
+    monkeypatch.setattr("slime_agents.sandbox.interpreter.SILENCE_S", -59.5)
+    interpreter = Interpreter(SandboxConfig(wall_s=60, workers=1))
 
     async def scene() -> tuple[Execution, Execution, dict[str, Any]]:
         await interpreter.start()

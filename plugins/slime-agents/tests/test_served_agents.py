@@ -264,7 +264,7 @@ def test_what_cannot_be_answered_is_told():
         play(wrong, lambda text: "x", tokenizer=character_tokenizer("ab"))
 
 
-def test_an_agent_that_never_ends():
+def test_an_agent_that_never_ends(monkeypatch):
     async def for_ever(task):
         messages = [user("hi")]
         while True:
@@ -274,11 +274,21 @@ def test_an_agent_that_never_ends():
     [sample], engine = play(for_ever, lambda text: "x", config={"max_calls": 3})
     assert (sample.status, len(engine.requests)) == (Status.TRUNCATED, 3)
 
+    def reply(text):
+        nonlocal run
+        run = asyncio.get_running_loop()
+        return "x"
+
     async def sleeps(task):
         await ask(task, user("hi"))
+        # The run's clock is put forward: a limit short enough to be waited for may be over before the answer is there.
+        now = run.time
+        monkeypatch.setattr(run, "time", lambda: now() + 60)
+        run.call_soon_threadsafe(int)
         await asyncio.sleep(600)
 
-    [sample], _ = play(sleeps, lambda text: "x", config={"timeout_s": 1.5})
+    run = None
+    [sample], _ = play(sleeps, reply, config={"timeout_s": 60})
     assert (sample.status, sample.response) == (Status.TRUNCATED, "x<e>")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -63,15 +64,37 @@ def test_a_service_that_comes_back_is_asked_again(scripted: Any, make_group: Any
         ((200, '"good"', 0.0), Outcome.WRONG, r"answered 'good', which is neither a number nor has any", 1),
         ((200, '{"why": "x"}', 0.0), Outcome.WRONG, r"which is neither a number nor has any", 1),
         ((200, "NaN", 0.0), Outcome.WRONG, r"answered 'nan', which is neither", 1),
-        ((200, "1", 0.5), Outcome.TIMEOUT, r"gave no answer within 0\.1 s, after 3 tries", 3),
+        ((200, "1", 6.5), Outcome.TIMEOUT, r"gave no answer within 5 s, after 3 tries", 3),
     ],
 )
 def test_a_service_that_does_not_answer_fails_the_sample(
-    scripted: Any, make_group: Any, answer: Any, outcome: Outcome, says: str, asked: int
+    scripted: Any,
+    make_group: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    outcome: Outcome,
+    says: str,
+    asked: int,
 ) -> None:
-    scripted.script = lambda path, body, tries: answer if body["response"] == "bad" else (200, "1", 0.0)
-    reward = remote(scripted.url, request_timeout=0.1 if answer[2] else 5.0)
-    good, bad = reward.score(make_group("4", "good", "bad"))
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        now, ahead = loop.time, 0.0
+
+        def script(path: str, body: dict[str, Any], tries: int) -> tuple[int, str, float]:
+            nonlocal ahead
+            if body["response"] == "good":
+                return 200, "1", 0.0
+            # For whoever asks, and is woken to see it, the time passes at once: a limit that is waited for is too short for
+            # a busy machine, or too long for a test.
+            ahead += answer[2]
+            loop.call_soon_threadsafe(int)
+            return answer
+
+        scripted.script = script
+        monkeypatch.setattr(loop, "time", lambda: now() + ahead)
+        monkeypatch.setattr(asyncio, "run", runner.run)
+        # One after the other: the good one's time does not pass.
+        good, bad = remote(scripted.url, concurrency=1).score(make_group("4", "good", "bad"))
     assert good == 1.0
     assert isinstance(bad, RewardFailure)
     assert bad.outcome is outcome
@@ -99,16 +122,16 @@ def test_the_time_for_a_group_covers_every_try_of_samples_that_wait_for_each_oth
 
 async def test_a_slow_and_healthy_service_has_its_time(scripted: Any, make_group: Any) -> None:
     """One request after the other, each within its time: together they take longer than one may."""
-    scripted.script = lambda path, body, tries: (200, "1", 0.45)
-    config = Remote.Config(rm_url=scripted.url, request_timeout=1.5, tries=1, concurrency=1)
+    scripted.script = lambda path, body, tries: (200, "1", 0.2)
+    config = Remote.Config(rm_url=scripted.url, request_timeout=3.0, tries=1, concurrency=1)
     spec = PartSpec(group="slime.rewards", name="remote", options=config.model_dump(mode="json"))
     pool = RewardPool((), workers=1)
     try:
         await pool.warm(spec, own=OwnLimit(seconds=partial(Remote.timeout_s, config)))
-        scored = await pool.score(spec, make_group("4", *"abcdefgh"), None)
+        scored = await pool.score(spec, make_group("4", *"abcdefghijklmnopq"), None)
     finally:
         pool.close()
-    assert [sample.reward for sample in scored.samples] == [1.0] * 8
+    assert [sample.reward for sample in scored.samples] == [1.0] * 17
 
 
 def test_a_classifier_reads_prompt_and_response(scripted: Any, make_group: Any) -> None:

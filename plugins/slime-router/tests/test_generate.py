@@ -283,12 +283,15 @@ async def test_one_probe_that_is_late_does_not_put_an_upstream_down():
             await upstreams.probe(upstream, session)
             assert upstream.up is up
         answering.set()
+    # What answers has the usual time, which a busy machine may need.
+    upstreams = Upstreams([], Settings())
     async with FakeSglang() as well, aiohttp.ClientSession() as session:
         upstream.url = well.url
         await upstreams.probe(upstream, session)
         assert (upstream.up, upstream.missed) == (True, 0)
     async with aiohttp.ClientSession() as session:
-        # Nobody listens there any more: that is known at once.
+        # Nobody listens there, and nobody begins to meanwhile: that is known at once.
+        upstream.url = "http://127.0.0.1:9"
         await upstreams.probe(upstream, session)
         assert not upstream.up
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import urllib.request
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from slime_sglang.plugin import Sglang
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_setup import setup_for
+from sent_weights import Ranks
 
 
 class Background:
@@ -104,5 +106,21 @@ def attached(served, tmp_path):
     def build(**options):
         served.renew()
         return Sglang.build(Sglang.Config(**(served.options | options)))
+
+    return build
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as entered:
+        yield entered
+
+
+@pytest.fixture
+def ranks(stack, tmp_path):
+    def build(driver, **options):
+        built = Ranks(driver, tmp_path, **options)
+        stack.callback(built.sender.close)
+        return built
 
     return build

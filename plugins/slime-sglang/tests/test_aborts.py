@@ -1,13 +1,11 @@
 """Aborts by id, and what they must leave alone, on a server whose abort takes its time on the way."""
 
 import asyncio
-from types import SimpleNamespace
 
-import numpy as np
-import pytest
+from engine_setup import requests_of, short_request
 
-from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
-from slime_sglang.in_flight import RequestsInFlight
+from slime_core.testing.fast_clock import run_fast
+from slime_core.types.completion import FinishReason
 
 CALL_S = 0.01
 
@@ -51,44 +49,32 @@ class Fleet:
         return []
 
 
-@pytest.fixture
-async def in_flight():
-    return RequestsInFlight(
-        Fleet(),
-        SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
-        SimpleNamespace(index=0, max_context_len=100),
-        check=SimpleNamespace(problem=lambda *request: None),
-        vocab_size=10,
-        image_tokens=None,
-        experts=None,
-        version=lambda: 0,
-    )
-
-
 def start(in_flight, name):
-    request = GenerateRequest(
-        request_id=name, token_ids=np.array([1], np.int32), sampling=SamplingParams(max_new_tokens=5), seed=1
-    )
-    (task,) = in_flight.enter([request])
+    (task,) = in_flight.enter([short_request(name)])
     return task
 
 
-async def test_what_is_sent_while_all_is_aborted_goes_on(in_flight):
+def test_what_is_sent_while_all_is_aborted_goes_on():
     """The only request is ended by aborting all, which reaches the server after the next request."""
-    server = in_flight._fleet.servers[0]
-    wanted = start(in_flight, "wanted")
-    await asyncio.sleep(0)
-    abort = asyncio.create_task(in_flight.abort(["wanted"]))
-    await asyncio.sleep(CALL_S / 2)
-    other = start(in_flight, "other")
-    await abort
-    assert (await wanted).finish_reason is FinishReason.ABORT
-    await asyncio.sleep(CALL_S)
-    assert server.sent == ["wanted", "other", "other"]
-    # What was sent after it is ended by somebody else's abort; what was sent before it returned, once more not.
-    for _ in range(2):
-        assert not other.done()
-        server.abort({"abort_all": True})
+
+    async def scene():
+        in_flight = requests_of(Fleet())
+        server = in_flight._fleet.servers[0]
+        wanted = start(in_flight, "wanted")
+        await asyncio.sleep(0)
+        abort = asyncio.create_task(in_flight.abort(["wanted"]))
+        await asyncio.sleep(CALL_S / 2)
+        other = start(in_flight, "other")
+        await abort
+        assert (await wanted).finish_reason is FinishReason.ABORT
         await asyncio.sleep(CALL_S)
-    assert (await asyncio.wait_for(other, 1)).finish_reason is FinishReason.ABORT
-    assert len(server.sent) == 4
+        assert server.sent == ["wanted", "other", "other"]
+        # What was sent after it is ended by somebody else's abort; what was sent before it returned, once more not.
+        for _ in range(2):
+            assert not other.done()
+            server.abort({"abort_all": True})
+            await asyncio.sleep(CALL_S)
+        assert (await asyncio.wait_for(other, 1)).finish_reason is FinishReason.ABORT
+        assert len(server.sent) == 4
+
+    run_fast(scene())

@@ -5,18 +5,15 @@ import base64
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from engine_setup import setup_for
+from engine_setup import requests_of, setup_for, short_request
 from fake_sglang import FakeSglang
 
 from slime_core.errors import EngineError
 from slime_core.testing.fast_clock import run_fast
 from slime_core.testing.tiny_model import buckets_of, load_plain, named_weights
-from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.connection import Connection, new_pool
 from slime_sglang.fleet import Fleet
-from slime_sglang.in_flight import RequestsInFlight
 from slime_sglang.plugin import Sglang
 from slime_sglang.process import ServerProcess
 
@@ -37,32 +34,14 @@ class Silent:
         await asyncio.Event().wait()
 
 
-def requests_in_flight():
-    return RequestsInFlight(
-        Silent(),
-        SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
-        SimpleNamespace(index=0, max_context_len=100),
-        check=SimpleNamespace(problem=lambda *request: None),
-        vocab_size=10,
-        image_tokens=None,
-        experts=None,
-        version=lambda: 0,
-    )
-
-
-def request(name):
-    sampling = SamplingParams(max_new_tokens=5)
-    return GenerateRequest(request_id=name, token_ids=np.array([1], np.int32), sampling=sampling, seed=1)
-
-
 def test_a_request_that_has_just_come_ends_with_the_engines_failure():
     """And not as one whose caller went away: it is sent to another engine."""
 
     async def scene():
-        in_flight = requests_in_flight()
-        tasks = in_flight.enter([request("early")])
+        in_flight = requests_of(Silent())
+        tasks = in_flight.enter([short_request("early")])
         await asyncio.sleep(1)
-        tasks += in_flight.enter([request("late")])
+        tasks += in_flight.enter([short_request("late")])
         in_flight.fail(EngineError("engine 0: its process was killed"))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(end) for end in ends] == ["engine 0: its process was killed"] * 2
@@ -73,8 +52,8 @@ def test_a_request_that_has_just_come_ends_with_the_engines_failure():
 
 def test_a_request_that_is_left_before_it_began_does_not_run():
     async def scene():
-        in_flight = requests_in_flight()
-        await in_flight.leave(in_flight.enter([request("left")]))
+        in_flight = requests_of(Silent())
+        await in_flight.leave(in_flight.enter([short_request("left")]))
         assert len(in_flight) == 0
         await in_flight.abort()
 

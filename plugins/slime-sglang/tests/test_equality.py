@@ -10,6 +10,7 @@ from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
 from slime_sglang.transports.equality import EqualityCheck
 from slime_sglang.transports.flat import checksum, flatten
+from slime_sglang.transports.servers import Refused
 
 SENT = {"w": torch.arange(24.0).view(6, 4), "norm": torch.arange(4.0), "lm_head.weight": torch.ones(2)}
 """The head is tied: nobody holds it."""
@@ -42,7 +43,7 @@ class Checked:
             if body["action"] not in (PARTS, DIGESTS):
                 calls[-1].set_result({"ranks": [{"per_gpu_checksum": self.own[engine.index]}]})
             elif self.named[engine.index] is None:
-                calls[-1].set_exception(EngineError("Unsupported action"))
+                calls[-1].set_exception(Refused("Unsupported action"))
             else:
                 calls[-1].set_result({"ranks": self.named[engine.index]})
         return calls

@@ -121,7 +121,15 @@ async def test_one_that_kills_itself(setup, fake):
     assert "an attempt before" not in str(caught.value)
 
 
-async def test_one_that_hangs(setup, fake):
+async def test_one_that_hangs(setup, fake, monkeypatch):
+    class Spoken(ServerProcess):
+        """Is given all the time that it needs to say what it does."""
+
+        def __init__(self, *arguments, log, **named):
+            super().__init__(*arguments, log=log, **named)
+            first_line(log)
+
+    monkeypatch.setattr(launching, "ServerProcess", Spoken)
     with pytest.raises(EngineError, match=r"(?s)has not answered in 2 s \(engine.start_timeout\).*loading /hangs"):
         await start(replace(setup, model_path=Path("/hangs")), start_timeout=2)
 

@@ -9,40 +9,24 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from test_transports import Engine, Ranks, weights
+from sent_weights import Engine, weights
 
 from slime_core.contracts.transport import EngineEndpoint, SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.transports import folder, ipc
 from slime_sglang.transports.broadcast import BroadcastGroup
 from slime_sglang.transports.handles import SharedMemory
+from slime_sglang.transports.held import parts_held
 from slime_sglang.transports.loading import servers_that_verify
 from slime_sglang.transports.partner import Partner
 from slime_sglang.transports.plugin import Delta, Disk, Ipc
 from slime_sglang.transports.servers import Servers
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as entered:
-        yield entered
-
-
-@pytest.fixture
-def ranks(stack, tmp_path):
-    def build(driver, **options):
-        built = Ranks(driver, tmp_path, **options)
-        stack.callback(built.sender.close)
-        return built
-
-    return build
 
 
 class Rank:
@@ -238,6 +222,11 @@ def test_silence_is_no_refusal(stack):
         servers_that_verify(servers, [able.endpoint, unable.endpoint, gone])
     with pytest.raises(EngineError, match=r"engine 2 .*has not been answered"):
         servers_that_verify(impatient, [hung])
+    # Nor that it cannot say what it holds, so that others are compared with each other alone.
+    (said,) = parts_held(servers, [unable.endpoint], 1, digests=False)
+    assert isinstance(said, EngineError)
+    with pytest.raises(EngineError, match=r"checking version 1: engine 2 .*nobody answers"):
+        parts_held(servers, [unable.endpoint, gone], 1, digests=False)
 
 
 class AskedAtOnce(Partner):
@@ -256,7 +245,7 @@ class AskedAtOnce(Partner):
 
 
 def test_engines_are_asked_about_drafts_at_once(ranks, stack, monkeypatch):
-    monkeypatch.setattr("test_transports.Partner", AskedAtOnce)
+    monkeypatch.setattr("sent_weights.Partner", AskedAtOnce)
     engines = [Engine(stack, 0), Engine(stack, 1)]
     ranks(Ipc).send(weights(1), 1, *engines)
     assert all(engine.holds(weights(1)) for engine in engines)

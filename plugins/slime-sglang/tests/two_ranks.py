@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from test_transports import Engine, weights
+from sent_weights import Engine, weights
 
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError

@@ -41,6 +41,9 @@ def records(path: Path) -> list[Record]:
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            # It is being written.
+            break
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

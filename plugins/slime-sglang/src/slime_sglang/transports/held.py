@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Final
 
 from slime_core.contracts.transport import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, OF_DRAFTS, PARTS, REFUSED, SKIPPED, Place
-from slime_sglang.transports.servers import Servers
+from slime_sglang.transports.servers import Refused, Servers, failures_of
 
 CHECK: Final = "/weights_checker"
 
@@ -27,10 +28,14 @@ class HeldParts:
 def parts_held(
     servers: Servers, engines: Sequence[EngineEndpoint], version: int, *, digests: bool
 ) -> list[HeldParts | EngineError]:
-    """Of each server, or why it cannot say."""
+    """Of each server, or why it cannot say. EngineError for one that has not answered: it may be able to."""
     action = DIGESTS if digests else PARTS
     calls = servers.each(engines, CHECK, {"action": action}, what=f"checking version {version}")
     found: list[HeldParts | EngineError] = []
+    wait(calls)
+    unknown = [error for error in failures_of(calls) if not isinstance(error, Refused)]
+    if unknown:
+        raise unknown[0]
     for engine, call in zip(engines, calls, strict=True):
         try:
             found.append(read(engine, call.result()))
