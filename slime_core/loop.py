@@ -229,6 +229,8 @@ async def run_loop(session: Session) -> None:
             await saving.keep_schedule()
             if due.save:
                 await session.evaluated()
+                # Also where whoever goes on from there evaluates after other steps, or later ends.
+                session.state = replace(session.state, eval_owed=due.evaluate)
                 await saving.save(await schedule.at_rest())
             if due.publish:
                 if not schedule.in_flight:

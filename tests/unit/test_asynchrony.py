@@ -550,7 +550,18 @@ def test_an_evaluation_on_the_side_that_is_given_up_is_made_when_the_run_goes_on
     run_fast(run_loop(resumed))
     assert [step for step, *_ in evaluated(log)] == [at, 4, 6]
     assert evaluated(log)[0][1] == at
-    assert not simulation().session().state.eval_owed
+    assert not resumed.state.eval_owed
+
+
+def test_a_run_that_is_made_longer_evaluates_again_what_was_its_last_step(tmp_path: Path) -> None:
+    """Every second step is evaluated, and the third was the last: its record is dropped with what follows a checkpoint."""
+    asked = {"eval_prompts": 2, "engines": [TimedEngine(slots=100, rate=lambda running: 1.0, length=lambda r: 10)]}
+    run_fast(run_loop(simulate(tmp_path, steps=3, **asked).session()))
+    longer = simulate(tmp_path, steps=4, **asked).session()
+    log = Log()
+    longer.trackers = [log]
+    run_fast(run_loop(longer))
+    assert [step for axis, step, _ in log.lines if axis == "eval/step"] == [3, 4]
 
 
 @pytest.mark.parametrize(
