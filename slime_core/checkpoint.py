@@ -83,8 +83,7 @@ class CheckpointStore:
             aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
         )
         with whole_or_not_at_all(unfinished):
-            for left_over in [*self._folder.glob(".step_*.writing"), *self._half_removed()]:
-                shutil.rmtree(left_over, ignore_errors=True)
+            self.sweep()
             unfinished.aside.mkdir(parents=True)
             await write(unfinished.aside)
             (unfinished.aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
@@ -152,9 +151,11 @@ class CheckpointStore:
                 found = "is missing" if actual is None else f"has {actual} of {size} bytes"
                 raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
 
-    def _half_removed(self) -> list[Path]:
-        """What `remove` was killed in."""
-        return [path for path in self._folder.glob("step_*") if not (path / COMPLETE).exists()]
+    def sweep(self) -> None:
+        """Removes what is no checkpoint: nobody writes one now."""
+        half_removed = [path for path in self._folder.glob("step_*") if not (path / COMPLETE).exists()]
+        for left_over in [*self._folder.glob(".step_*.writing"), *half_removed]:
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def _forget_old(self) -> None:
         for step in self.steps()[: -self._keep]:

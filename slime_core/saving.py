@@ -11,6 +11,7 @@ from pathlib import Path
 from slime_core.buffer.table import read_groups, write_groups
 from slime_core.checkpoint import RunState, Unfinished, whole_or_not_at_all
 from slime_core.hookspecs import CheckpointSaved
+from slime_core.launch.trainers import Trainers
 from slime_core.session import Session
 from slime_core.types.sample import SampleGroup
 
@@ -31,6 +32,7 @@ class Saving:
         await self._write_schedule(broken)
         state = replace(session.state, seconds=session.state.seconds + began - session.started)
         aside = session.run.config.checkpoint.async_save
+        staged: list[Trainers] = []
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
@@ -39,11 +41,19 @@ class Saving:
                     (folder / "trainer" / name).mkdir(parents=True)
                     async with trainers.turn():
                         await (trainers.stage if aside else trainers.save)(folder / "trainer" / name)
+                    if aside:
+                        staged.append(trainers)
             session.buffer.save(folder / "buffer")
             for offset, groups in enumerate(ahead):
                 write_groups(ahead_file(folder, state.rollout_id + offset), list(groups))
 
-        unfinished = await session.store.begin(state, write)
+        try:
+            unfinished = await session.store.begin(state, write)
+        except Exception:
+            # Ranks that write beside had the folder removed under them, and make it anew.
+            await asyncio.gather(*(trainers.written() for trainers in staged), return_exceptions=True)
+            session.store.sweep()
+            raise
         if aside:
             blocked_s = time.perf_counter() - began
             self._beside = asyncio.create_task(self._complete_beside(state, unfinished, began, blocked_s))

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +124,36 @@ def test_a_write_that_fails_ends_the_run_and_loses_nothing_saved(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
     simulation = asyncio.run(scene(SlowDisk()))
     assert numbers(simulation) == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+class Writing(IdleRanks):
+    """Begins to write at once, as the threads of ranks do, and makes the folders that it needs."""
+
+    async def stage(self, folder: Path) -> None:
+        self.ends = asyncio.get_running_loop().run_in_executor(None, self._write, folder)
+
+    def _write(self, folder: Path) -> None:
+        time.sleep(0.05)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text("w")
+
+    async def written(self) -> None:
+        await self.ends
+
+
+def test_nothing_stays_of_a_checkpoint_whose_buffer_finds_no_space(tmp_path, monkeypatch):
+    session = simulate(tmp_path, Writing()).session()
+    save = session.buffer.save
+
+    def full(folder):
+        if session.state.rollout_id > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(folder)
+
+    monkeypatch.setattr(session.buffer, "save", full)
+    with pytest.raises(StorageError, match="step_4: no space left"):
+        asyncio.run(run_loop(session))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
 def test_a_stopped_run_waits_for_what_is_being_written(tmp_path):
