@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import TinyRun
 
-pytestmark = pytest.mark.usefixtures("tiny_forks")
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 
 WORDS = (
     "--plugin", "breaks.py", "--algo.loss", "breaks", "--trackers", "jsonl,breaks", "--num-rollout", "4",
