@@ -65,7 +65,8 @@ class RewardProcess:
     def score(
         self, spec: str, servers: Servers, groups: Sequence[SampleGroup], *, timeout_s: float, asked_by: object
     ) -> Scored:
-        """The time begins when the reward is built. WorkerLate, WorkerDied; WorkerClosed after a `kill(asked_by)`."""
+        """The time begins when the reward is built. WorkerLate; WorkerDied, also of a `kill(asked_by)`; WorkerClosed if that
+        came before it began, or after `close`."""
         with self._turn:
             with self._state:
                 self._asked_by = asked_by
