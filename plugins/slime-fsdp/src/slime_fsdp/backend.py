@@ -16,18 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.batch.zigzag import ZigzagSegments, split_micro_batch
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError, ModelError, unknown_name
-from slime_core.objective.segments import LocalSegments
-from slime_core.training.attention_runs import long_on
-from slime_core.training.delta_rule import plan_recurrence
-from slime_core.training.head import EntropyMode
-from slime_core.training.parking import TrainerParking
-from slime_core.training.random_state import random_state
-from slime_core.training.rounded_adamw import local
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -52,6 +44,15 @@ from slime_fsdp.sharding import Sharding
 from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.staging import Staging
 from slime_fsdp.vision import held_images, rope_positions
+from slime_training.attention_runs import long_on
+from slime_training.context_parallel import ZigzagSegments, split_micro_batch
+from slime_training.delta_rule import plan_recurrence
+from slime_training.head import EntropyMode
+from slime_training.offload import TrainerParking
+from slime_training.random_state import random_state
+from slime_training.rounded_adamw import local
+from slime_training.segment_table import whole_sequences, zigzag_part
+from slime_training.segments import LocalSegments
 
 
 @dataclass(kw_only=True)

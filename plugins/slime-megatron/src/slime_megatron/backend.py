@@ -24,13 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import ZigzagSegments
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ModelError, unknown_name
-from slime_core.objective.segments import LocalSegments
-from slime_core.training.head import EntropyMode
-from slime_core.training.process_group import group_for_saving
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -44,6 +41,10 @@ from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_megatron.work import Work, prepared
+from slime_training.context_parallel import ZigzagSegments
+from slime_training.head import EntropyMode
+from slime_training.process_group import group_for_saving
+from slime_training.segments import LocalSegments
 
 
 class MegatronBackend(TrainBackend):

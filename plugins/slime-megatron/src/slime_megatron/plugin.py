@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from slime_core.contracts.backend import BackendDriver, Layout, RoutingReplay, TrainBackend
+from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import near_matches
 from slime_megatron.layout import Shape, experts_of, ranks_of, shape_problems
 from slime_megatron.options import OWNED, installed_options, megatron_folder

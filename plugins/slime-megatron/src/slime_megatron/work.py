@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import split_micro_batch
-from slime_core.training.head import EntropyMode
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import (
     AttentionPlan,
@@ -23,6 +20,9 @@ from slime_megatron.attention import (
 )
 from slime_megatron.delta_net import DeltaPlan, plan_delta
 from slime_megatron.prediction import Ahead, ahead_of
+from slime_training.context_parallel import split_micro_batch
+from slime_training.head import EntropyMode
+from slime_training.segment_table import whole_sequences, zigzag_part
 
 if TYPE_CHECKING:
     from slime_megatron.routing import Routing
