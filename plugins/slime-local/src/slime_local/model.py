@@ -19,7 +19,7 @@ from slime_core.errors import ModelError
 from slime_local.attention import INVARIANT, NAME
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
