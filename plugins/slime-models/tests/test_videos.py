@@ -29,7 +29,7 @@ from slime_models.media.qwen_vl import QwenVl
 from slime_models.new_model import ModelSizes
 from slime_models.new_vision_model import VisionSizes, new_vision_model
 from slime_plugin_kit.tiny_vision import noise
-from slime_sources.files_plugin import Files
+from slime_sources.plugin import Files
 
 PATCH = 4
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
