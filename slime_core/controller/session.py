@@ -35,7 +35,7 @@ from slime_core.controller.null_learner import RolloutOnly
 from slime_core.controller.run_folder import RunFolder
 from slime_core.controller.schedule import ScheduleFile
 from slime_core.data.buffer import DataBuffer
-from slime_core.data.table import write_groups
+from slime_core.data.table import dump_file, write_groups
 from slime_core.errors import EngineError, Interrupted, RolloutError
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
@@ -43,7 +43,6 @@ from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.pool_events import PoolRecord
-from slime_core.rollout.replay import dump_file
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
