@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,9 @@ from slime_core.invariant.sums import log_softmax as invariant_log_softmax
 from slime_core.model_folder import read_model_config
 from slime_core.onednn import onednn_available, use_onednn
 from slime_local.attention import INVARIANT, NAME
+from slime_local.config import LocalConfig
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
-
-if TYPE_CHECKING:
-    from slime_local.plugin import LocalConfig
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
