@@ -26,8 +26,10 @@ from slime_core.testing.tiny_training import TEMPERATURE, Place
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
-from slime_fsdp.plugin import Fsdp, FsdpConfig
-from slime_local.plugin import Local, LocalConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
+from slime_local.config import LocalConfig
+from slime_local.plugin import Local
 
 pytestmark = pytest.mark.gpu
 

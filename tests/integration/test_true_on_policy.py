@@ -22,9 +22,11 @@ from slime_core.testing.tiny_model import load_plain, make_tiny_model, moved, na
 from slime_core.testing.tiny_training import MASKED, TEMPERATURE, Place, TrainingBatch, objective_of, opened
 from slime_core.types.batch import Batch
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
+from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
-from slime_local.plugin import Local, LocalConfig
+from slime_local.plugin import Local
 
 LENGTHS = (4, 4, 4, 7, 7, 1, 41, 41)
 """Of the prompts; equal neighbours are the same."""

@@ -15,7 +15,8 @@ from slime_core.config.train import OptimizerConfig
 from slime_core.contracts.backend import TrainerSetup
 from slime_core.contracts.memory import Moment, TrainerLoad, bytes_at, peak_of
 from slime_core.footprint import DecoderShape, kept_per_token
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 
 GIB = 2**30
 QWEN3 = {

@@ -28,7 +28,7 @@ from slime_core.testing.tiny_vision import (
     with_stand_in,
 )
 from slime_fsdp.backend import FsdpBackend
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.config import FsdpConfig
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from slime_core.config.train import OptimizerConfig
 from slime_core.errors import ConfigError
 from slime_core.training.rounded_adamw import STORED, RoundedAdamW, local
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.config import FsdpConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, options: FsdpConfig) -> torch.optim.Optimizer:
