@@ -24,10 +24,10 @@ from slime_core.footprint import DecoderShape, head_work, kept_per_token, not_co
 from slime_core.training.rounded_adamw import STORED
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, dtype_of, make_config
+from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.options import RECORDS, megatron_folder
-from slime_megatron.plugin import MegatronOptions, megatron_options
 from slime_megatron.process import lay_out
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.transformer_engine import mend_absence
