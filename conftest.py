@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 LONGEST_FIRST = (
-    "tests/unit/testing/test_planted_faults.py",
+    "plugins/slime-plugin-kit/tests/test_planted_faults.py",
     "tests/integration/test_whole_run.py",
-    "tests/unit/testing/test_shipped_plugins.py",
-    "tests/unit/testing/test_kit.py",
+    "plugins/slime-plugin-kit/tests/test_shipped_plugins.py",
+    "plugins/slime-plugin-kit/tests/test_kit.py",
     "tests/integration/test_critic.py",
     "tests/integration/test_ray_launcher.py",
     "tests/integration/test_bad_input.py",

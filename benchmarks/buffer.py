@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.item import BufferItem, ItemKind
-from slime_core.buffer.pop_first import PopFirstFilter
-from slime_core.testing.simulated_run import Numbers
+from slime_core.data.buffer import DataBuffer
+from slime_core.data.pop_first import PopFirstFilter
+from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.sample import Sample, Status, VersionSpan
+from slime_plugin_kit.simulated_run import Numbers
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 TOKENS, SAMPLES, GROUPS = 1_000, 8, 250

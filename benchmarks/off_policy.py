@@ -46,7 +46,7 @@ from off_policy_grid import ENGINES, GRID, LEFT_OUT, METHODS, Setting, setting_o
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parent / "docs" / "images" / "off-policy.png"
 RUN_FILE = HERE.parent / "examples" / "arithmetic" / "run.toml"
-LIBRARIES = ("slime-core", "torch", "transformers")
+LIBRARIES = ("slime-rl", "torch", "transformers")
 RESULTS = Path("runs") / "off-policy.jsonl"
 
 

@@ -36,7 +36,7 @@ import httpx
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from slime_core.new_model import ModelSizes, new_model
+from slime_models.new_model import ModelSizes, new_model
 
 ALPHABET = string.ascii_lowercase
 ANSWERS = 8

@@ -36,12 +36,12 @@ from typing import Any
 
 import xxhash
 
-from slime_core.loop import run_loop
-from slime_core.testing.fast_clock import run_fast
-from slime_core.testing.simulated_run import Simulation
-from slime_core.testing.timed_engine import TimedEngine
+from slime_core.controller.loop import run_loop
 from slime_core.types.completion import GenerateRequest
 from slime_core.types.sample import SampleGroup
+from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.simulated_run import Simulation
+from slime_plugin_kit.timed_engine import TimedEngine
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 MEDIAN, SIGMA, CAP = 4_000, 0.9, 32_000

@@ -29,11 +29,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from slime_core import groups
-from slime_core.batch.flops import ModelShape
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import TrainBackend, TrainerSetup
-from slime_core.objective.loss import TokenObjective
+from slime_core.algorithm.flops import ModelShape
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.backend import TrainBackend
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 

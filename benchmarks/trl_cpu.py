@@ -56,7 +56,7 @@ TRL_SPEAKS: dict[str, dict[str, object]] = {
     "train": {"optimizer": "adam", "lr_decay_style": "linear"},
 }
 """What trl_grpo.py takes for granted in the run file."""
-LIBRARIES = ("slime-core", "trl", "torch", "transformers")
+LIBRARIES = ("slime-rl", "trl", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)

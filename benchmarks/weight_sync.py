@@ -38,15 +38,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_core import groups
-from slime_core.config.bound import Part, PartSpec
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import TrainerSetup
-from slime_core.contracts.engine import EngineSetup, RolloutEngine
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
-from slime_core.convert import convert
+from slime_core.config.part import Part, PartSpec
+from slime_core.contracts.engine import RolloutEngine
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import EngineEndpoint, EngineSetup, TrainerSetup
+from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.registry import Registry, bind
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_core.workers.engine_format import converted
+from slime_models.convert import convert
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}

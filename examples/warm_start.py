@@ -26,20 +26,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slime_core import groups
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.pack_images import PixelCache
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import TrainBackend, TrainerSetup
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.backend import TrainBackend
 from slime_core.contracts.loss import LossInputs, LossOutput, PolicyLoss, Segments
-from slime_core.image_processor import ImageProcessor
-from slime_core.model_folder import copy_processor, load_tokenizer
-from slime_core.new_model import ModelSizes, new_model
-from slime_core.new_vision_model import VisionSizes, new_vision_model
-from slime_core.objective.loss import TokenObjective
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import TrainerSetup
+from slime_core.data.model_folder import copy_processor, load_tokenizer
 from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.batch_images import BatchImages
 from slime_core.types.image import Image
+from slime_models.image_processor import ImageProcessor
+from slime_models.new_model import ModelSizes, new_model
+from slime_models.new_vision_model import VisionSizes, new_vision_model
+from slime_models.pack_images import PixelCache
 
 BATCH: Final = 128
 INITIALIZER_RANGE: Final = 0.08

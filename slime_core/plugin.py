@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 
 from slime_core import groups
 from slime_core.contracts.example import Example
+from slime_core.contracts.hookspecs import hookimpl
 from slime_core.contracts.needs import Need
-from slime_core.hookspecs import hookimpl
-from slime_core.mark import NAME_PATTERN, Mark
+from slime_core.registry.mark import NAME_PATTERN, Mark
 
 __all__ = [
     "advantage",
@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T", bound=Callable[..., Any])
 
 hook = hookimpl
-"""Marks an observer: a function named like a hook of `slime_core.hookspecs`, with one parameter `event`."""
+"""Marks an observer: a function named like a hook of `slime_core.contracts.hookspecs`, with one parameter `event`."""
 
 
 def driver(group: str, name: str) -> Callable[[T], T]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from slime_core.new_model import ModelSizes
+from slime_models.new_model import ModelSizes
 
 NUM_TRAIN: Final = 4000
 NUM_HELD_OUT: Final = 200

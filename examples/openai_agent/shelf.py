@@ -19,8 +19,8 @@ import numpy as np
 import openai
 
 from slime_agents.plugin import agent
-from slime_core.new_model import ModelSizes
 from slime_core.plugin import reward
+from slime_models.new_model import ModelSizes
 
 if TYPE_CHECKING:
     from slime_agents.served.agents import AgentTask

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from slime_core.new_model import ModelSizes
+from slime_models.new_model import ModelSizes
 
 NUM_QUESTIONS: Final = 1000
 NUM_HELD_OUT: Final = 200

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import PIL.Image
 
-from slime_core.new_model import ModelSizes
-from slime_core.new_vision_model import CHAT_TEMPLATE, END, IMAGE, START, VisionSizes
+from slime_models.new_model import ModelSizes
+from slime_models.new_vision_model import CHAT_TEMPLATE, END, IMAGE, START, VisionSizes
 
 SIDE: Final = 32
 PATCH: Final = 8

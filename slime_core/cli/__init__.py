@@ -1,1 +1,1 @@
-"""The command line: `slime run`, `eval`, `plugins`, `config`, `models`. Only what is asked for is imported."""
+"""The `slime` command: its frame, and the commands of the kernel."""

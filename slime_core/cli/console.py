@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from slime_core.config.bound import BoundRun
-from slime_core.hookspecs import (
+from slime_core.contracts.hookspecs import (
     CheckpointSaved,
     EngineLost,
     EngineRecovered,
@@ -31,7 +31,7 @@ from slime_core.hookspecs import (
     StepTrained,
     hookimpl,
 )
-from slime_core.run_folder import RunFolder
+from slime_core.controller.run_folder import RunFolder
 from slime_core.types.sample import SampleGroup
 
 NUM_SHOWN = 3

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.config.bound import BoundRun
+from slime_core.controller.gc_control import modules_stay
 from slime_core.errors import ConfigError
-from slime_core.heap import modules_stay
 
 if TYPE_CHECKING:
-    from slime_core.materials import Materials
+    from slime_core.controller.run_inputs import Materials
 
 
 def evaluate_words(words: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def evaluate_words(words: Sequence[str]) -> None:
                     "eval.datasets: no evaluation set; say --eval-prompt-data NAME PATH, or add one to the run file."
                 )
             # torch comes with these: a mistake in the run file is told before.
-            from slime_core.materials import load_materials
+            from slime_core.controller.run_inputs import load_materials
 
             materials = load_materials(run)
         print(json.dumps(asyncio.run(evaluate_once(run, materials)), indent=2))
@@ -38,7 +38,7 @@ def evaluate_words(words: Sequence[str]) -> None:
 
 async def evaluate_once(run: BoundRun, materials: Materials) -> dict[str, float]:
     """The metrics of every set, under the weights in model.hf_checkpoint."""
-    from slime_core.startup import StartOptions, start
+    from slime_core.controller.startup import StartOptions, start
 
     async with start(run, materials, StartOptions(), {}) as session:
         await session.publish()

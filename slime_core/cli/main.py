@@ -8,8 +8,12 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import config, convert, doctor, evaluate, models, new, plan, plugins, run, view
+from slime_core.cli import config, evaluate, plugins, run
 from slime_core.errors import SlimeError
+from slime_models.cli import convert, models
+from slime_plugin_kit import new
+from slime_preflight import doctor, plan
+from slime_viewer import view
 
 app = typer.Typer(
     help="Train language models with reinforcement learning; every part is a plugin.",

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slime_core import groups
-from slime_core.entry import by_distribution
 from slime_core.errors import ConfigError, PluginError, unknown_name
-from slime_core.install_hints import install_hint
 from slime_core.registry import Entry, Registry, Status
+from slime_core.registry.entry import by_distribution
+from slime_core.registry.install_hints import install_hint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ def algorithms(
     plugin: PluginOption = None,
 ) -> None:
     """Print a page in Markdown on the algorithms: formula, paper, differences, needs, options."""
-    from slime_core.config.recipe_card import algorithms_page
+    from slime_core.config.algorithm_card import algorithms_page
 
     registry = Registry.from_environment(plugin or ())
     entries: Sequence[Entry] = registry.entries(groups.ALGORITHMS)
@@ -108,7 +108,9 @@ def _group_called(registry: Registry, asked: str) -> str:
 
 
 def _check(registry: Registry, *, as_json: bool) -> None:
-    findings = registry.check()
+    from slime_plugin_kit.inspection import inspect_entries
+
+    findings = inspect_entries(registry)
     failed = [finding for finding in findings if finding.problems]
     if as_json:
         typer.echo(json.dumps([_record(f.entry, f.status) | {"problems": f.problems} for f in findings], indent=1))
@@ -138,8 +140,8 @@ def _show(console: Console, registry: Registry, entry: Entry) -> None:
 
 
 def _show_hooks(console: Console, module: Any) -> None:
-    from slime_core.hooks import Hooks
-    from slime_core.hookspecs import HOOK_NAMES
+    from slime_core.contracts.hookspecs import HOOK_NAMES
+    from slime_core.registry.hooks import Hooks
 
     Hooks({"shown/module": module})
     console.print(_doc_head(module))
@@ -186,7 +188,7 @@ def _trait_text(value: Any) -> str:
 
 
 def _show_recipe(console: Console, registry: Registry, entry: Entry, recipe: Recipe) -> None:
-    from slime_core.config.recipe_card import recipe_card
+    from slime_core.config.algorithm_card import recipe_card
 
     lines = {
         "paper": recipe.paper,

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
+from slime_core.controller.gc_control import modules_stay
+from slime_core.data.model_folder import copy_processor
 from slime_core.errors import ConfigError, Interrupted
-from slime_core.heap import modules_stay
-from slime_core.model_folder import copy_processor
 
 # The loop and the session bring torch, which takes seconds: a mistake in the run file is told before.
 if TYPE_CHECKING:
-    from slime_core.materials import Materials
-    from slime_core.session import Session
-    from slime_core.startup import StartOptions
+    from slime_core.controller.run_inputs import Materials
+    from slime_core.controller.session import Session
+    from slime_core.controller.startup import StartOptions
 
 
 def run_words(words: Sequence[str]) -> None:
@@ -46,16 +46,16 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     # What is loaded here stays, too. Drivers that look at the model's config bring torch.
     with modules_stay():
         run = bind_invocation(typed)
-        from slime_core.materials import load_materials
+        from slime_core.controller.run_inputs import load_materials
 
         materials = load_materials(run)
     if typed.own.get("dry-run"):
-        from slime_core.launch.choose import choose_device
+        from slime_core.workers.choose import choose_device
 
         choose_device(run.config.launcher.device)
         print_dry_run(run, materials)
         return
-    from slime_core.startup import StartOptions
+    from slime_core.controller.startup import StartOptions
 
     resume, replay = typed.own.get("resume"), typed.own.get("replay-schedule")
     if replay is not None and typed.own.get("fresh"):
@@ -77,9 +77,9 @@ async def train(
     run: BoundRun, materials: Materials, options: StartOptions, early: EarlyInterrupt, *, quiet: bool
 ) -> None:
     from slime_core.cli.console import Console
-    from slime_core.loop import run_loop
-    from slime_core.startup import start
-    from slime_core.summary import write_summary
+    from slime_core.controller.loop import run_loop
+    from slime_core.controller.startup import start
+    from slime_core.controller.summary import write_summary
 
     # The heavy imports are done.
     early.raise_if_received()
@@ -126,7 +126,7 @@ async def export_hf(session: Session) -> None:
 
 def print_dry_run(run: BoundRun, materials: Materials) -> None:
     """What would run, as JSON."""
-    from slime_core.manifest import build_manifest
+    from slime_core.controller.manifest import build_manifest
 
     source = materials.source
     manifest = build_manifest(run, data_fingerprint="" if source is None else source.fingerprint())

@@ -1,1 +1,1 @@
-"""What a run is told: the run file, flags, and the binding of plugin options. Everything is frozen once bound."""
+"""The run file: tables, flags, binding of plugin options, cross-checks."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from slime_core.config.plugin_table import PluginTable
-from slime_core.config.table import Table
 from slime_core.contracts.aggregation import Aggregation
+from slime_core.contracts.table import Table
 
 
 class AlgoConfig(Table):

@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime_core.config.algo import AlgoConfig
-from slime_core.config.roles import BoundRole, count_ranks, trained_roles
+from slime_core.config.part import Part
+from slime_core.config.roles import BoundRole, count_ranks
 from slime_core.config.run import RunConfig
 from slime_core.contracts.algorithm import Recipe
-from slime_core.contracts.backend import RoutingReplay
-from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.needs import Need
-from slime_core.registry import Entry, Registry, bind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartSpec:
-    """A part as it travels to a worker: plain data, resolved there again by name."""
-
-    group: str
-    name: str
-    options: Mapping[str, Any]
-
-    def to_json(self) -> str:
-        return json.dumps({"group": self.group, "name": self.name, "options": self.options}, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> PartSpec:
-        return cls(**json.loads(text))
-
-    def resolve(self, registry: Registry) -> Part:
-        resolved = registry.resolve(self.group, self.name, where=self.name)
-        config = bind(resolved, self.options, where=self.name)
-        return Part(
-            group=self.group,
-            name=self.name,
-            where=self.name,
-            entry=resolved.entry,
-            driver=resolved.driver,
-            config=config,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A named choice with its options."""
-
-    group: str
-    name: str
-    where: str
-    """The table that asked for it, for messages."""
-    entry: Entry
-    driver: Any
-    config: DriverConfig
-
-    def build(self) -> Any:
-        """The object of the contract; heavy imports happen here."""
-        return self.driver.build(self.config)
-
-    def spec(self) -> PartSpec:
-        name = f"{self.entry.dist}/{self.entry.name}"
-        return PartSpec(group=self.group, name=name, options=self.config.model_dump(mode="json"))
+from slime_core.contracts.setup import RoutingReplay
+from slime_core.registry import Entry, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +114,11 @@ class BoundReward:
     reward_key: str | None
     """Which of its named numbers counts, if it has several."""
 
+    @classmethod
+    def alone(cls, part: Part, reward_key: str | None) -> BoundReward:
+        """A run's only reward: `reward_key`, or by default the reward's own choice."""
+        return cls(part=part, label=part.name, reward_key=reward_key or part.driver.reward_key)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundEvalSet:
@@ -231,11 +186,8 @@ class BoundRun:
     reward_model: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
-
-    @property
-    def roles(self) -> tuple[BoundRole, ...]:
-        """The models that are trained; the first one is the policy."""
-        return trained_roles(self)
+    roles: tuple[BoundRole, ...] = ()
+    """The models that are trained; the first one is the policy."""
 
     @property
     def engine_folder(self) -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from slime_core.config.bound import BoundRun
-from slime_core.contracts.backend import RoutingReplay
-from slime_core.contracts.engine import Capability, EngineLayout
+from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import EngineLayout, RoutingReplay
 
 
 def routing_replay(run: BoundRun) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from slime_core.config.plugin_table import PluginTable
-from slime_core.config.table import Table
 from slime_core.contracts.paths import RunPath
+from slime_core.contracts.table import Table
 
 
 class EvalDefaults(Table):

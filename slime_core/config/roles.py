@@ -1,4 +1,4 @@
-"""The models that a run trains: a table with a row for each role, which everything else walks.
+"""BoundRole: a model that a run trains, a row of the table that everything else walks.
 
 The first role is the policy: its weights go to the engines. Roles are scored in the table's order and trained in the
 opposite one, so that a role that was scored last is trained first and shared devices change hands as rarely as can be.
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import ACTOR, REFERENCE, TEACHER, RoutingReplay
+from slime_core.config.part import Part
+from slime_core.contracts.backend import ACTOR, REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
-
-if TYPE_CHECKING:
-    from slime_core.config.bound import BoundRun, Part
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import RoutingReplay
 
 LOSS_KEYS: Final[Mapping[str, str]] = {"critic": "critic_loss"}
 """Roles that a recipe may ask for beside the policy, each with the key of the algo table that names its loss."""
@@ -99,99 +98,6 @@ class BoundRole:
     @property
     def name(self) -> str:
         return self.plan.name
-
-
-def trained_roles(run: BoundRun) -> tuple[BoundRole, ...]:
-    """The table."""
-    if run.algo.critic_loss is None:
-        return (actor(run),)
-    return (actor(run), critic(run, run.algo.critic_loss))
-
-
-def actor(run: BoundRun) -> BoundRole:
-    """The policy: the recipe's loss with its KL, entropy and correction terms."""
-    algo, keys, model = run.algo, run.algo.keys, run.config.model
-    others = algo.credit_needs | algo.critic_needs
-    # Recorded choices are those of that forward.
-    recorded = run.routing_replay is RoutingReplay.RECORDED
-    old_is_current = algo.old_is_current(run.steps_per_rollout) and not recorded
-    old_from_rollout = algo.old_from_rollout(run.steps_per_rollout)
-    reads_old = Need.OLD_LOGPROBS in algo.needs and not old_from_rollout
-    wants_reference = Need.REF_LOGPROBS in algo.needs
-    scoring = []
-    # Mismatch metrics compare the trainer's own, also where the loss takes the engine's for the old ones.
-    if (reads_old and not old_is_current) or keys.get_mismatch_metrics:
-        column = Need.OLD_LOGPROBS
-        scoring.append(Scoring(column=column, output="log_probs", by_others=reads_old and column in others))
-    if wants_reference:
-        column = Need.REF_LOGPROBS
-        scoring.append(Scoring(column=column, output="log_probs", weights=REFERENCE, by_others=column in others))
-    if Need.TEACHER_LOGPROBS in algo.needs and run.teacher is None:
-        column = Need.TEACHER_LOGPROBS
-        scoring.append(Scoring(column=column, output="log_probs", weights=TEACHER, by_others=column in others))
-    given = {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.TEACHER_LOGPROBS, Need.ENTROPY, *algo.loss_needs}
-    copies = {REFERENCE: Path(model.ref_load or model.hf_checkpoint)} if wants_reference else {}
-    refreshed = tuple(copies)
-    if Need.TEACHER_LOGPROBS in algo.needs and model.opd_teacher_load is not None:
-        copies[TEACHER] = Path(model.opd_teacher_load)
-    return BoundRole(
-        plan=RolePlan(
-            name="actor",
-            idle_steps=keys.num_critic_only_steps,
-            scoring=tuple(scoring),
-            columns=CREDIT_COLUMNS | {need.value for need in given} | {"correction"},
-            corrected=True,
-            routing_replay=run.routing_replay,
-            refreshed_copies=refreshed,
-        ),
-        head="lm",
-        loss=algo.loss,
-        terms=LossTerms(
-            kl=algo.kl_loss,
-            kl_loss_coef=keys.kl_loss_coef,
-            use_unbiased_kl=keys.use_unbiased_kl,
-            entropy_coef=keys.entropy_coef,
-            corrections=tuple(part for part in algo.corrections if part.driver.in_loss),
-            old_from_current=old_is_current,
-            old_from_rollout=old_from_rollout,
-        ),
-        needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
-        backend=run.backend,
-        model_path=Path(model.hf_checkpoint),
-        optimizer=run.config.train.optimizer_config(),
-        copies=copies,
-        num_ranks=run.num_ranks,
-        ranks_per_node=run.config.launcher.actor_num_gpus_per_node or run.num_ranks,
-    )
-
-
-def critic(run: BoundRun, loss: Part) -> BoundRole:
-    """Values of the states in which each response token was chosen. Its loss stands alone: no KL, entropy or
-    correction."""
-    settings, launcher = run.config.roles.critic, run.config.launcher
-    backend = run.role_backends.get("critic", run.backend)
-    own_devices = launcher.critic_num_nodes is not None or launcher.critic_num_gpus_per_node is not None
-    num_ranks, ranks_per_node = run.num_ranks, launcher.actor_num_gpus_per_node
-    if own_devices:
-        ranks_per_node = launcher.critic_num_gpus_per_node
-        num_ranks = count_ranks(backend, launcher.critic_num_nodes or 1, ranks_per_node)
-    return BoundRole(
-        plan=RolePlan(
-            name="critic",
-            metric_prefix="critic-",
-            scoring=(Scoring(column=Need.VALUES, output="values", by_others=True),),
-            columns=CREDIT_COLUMNS | {need.value for need in run.algo.critic_needs},
-        ),
-        head="value",
-        loss=loss,
-        needs=frozenset({Need.VALUES}),
-        backend=backend,
-        model_path=Path(settings.load or run.config.model.hf_checkpoint),
-        optimizer=settings.optimizer_config(run.config.train),
-        num_ranks=num_ranks,
-        ranks_per_node=ranks_per_node or num_ranks,
-        own_devices=own_devices,
-    )
 
 
 def count_ranks(backend: Part, num_nodes: int, per_node: int | None) -> int:

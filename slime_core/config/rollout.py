@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from slime_core.config.plugin_table import PluginTable
-from slime_core.config.table import Table
 from slime_core.contracts.paths import RunPath
+from slime_core.contracts.table import Table
 
 RewardPolicy: TypeAlias = Literal["error", "fail_sample", "leave_out", "zero"]
 

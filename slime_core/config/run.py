@@ -10,9 +10,9 @@ from pydantic import ConfigDict, Field, field_validator
 from slime_core.config.evaluation import EvalConfig
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.rollout import RolloutConfig
-from slime_core.config.table import Table
 from slime_core.config.train import OptimizerOverrides, TrainConfig
 from slime_core.contracts.paths import RunPath
+from slime_core.contracts.table import Table
 
 
 class ModelConfig(Table):

@@ -1,1 +1,1 @@
-"""One module per extension point: the protocol or base class, and its driver with a Config; nothing else."""
+"""One module per extension point: the base class, its driver, and what they exchange; and the hook specs."""

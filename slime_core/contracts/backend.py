@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slime_core.contracts.driver import Driver
 from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import TrainerSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_core.config.train import OptimizerConfig
     from slime_core.contracts.loss import Segments
     from slime_core.contracts.memory import TrainerLoad, TrainerMemory
+    from slime_core.contracts.setup import RoutingReplay
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
     from slime_core.types.report import StepReport
@@ -31,17 +31,6 @@ ACTOR = "actor"
 """Name of the trained weights in `score(weights=...)`, whichever role they are of."""
 REFERENCE = "reference"
 TEACHER = "teacher"
-
-
-class RoutingReplay(StrEnum):
-    """Whose choice of experts the trained weights go by, in `score` and `train_step`. Gates are computed from the current
-    router's scores of these experts, so routers still learn. Frozen copies choose by themselves."""
-
-    RECORDED = "recorded"
-    """`score` of the trained weights keeps what their routers chose for each of `MicroBatch.samples`, and `train_step` takes
-    it again; the next `score` begins anew."""
-    ROLLOUT = "rollout"
-    """The engine's: `MicroBatch.routed_experts`, in `score` of the trained weights and in `train_step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,35 +45,6 @@ class Layout:
     """One of the ranks that hold the same tokens reports their metric sums and scores; the others do not."""
     micro_batch_multiple: int = 1
     """The count of micro-batches per rank must divide by it (virtual pipeline stages)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSetup:
-    """All that a rank is told before it builds the model."""
-
-    role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    rendezvous: str
-    """`init_method` of torch.distributed, such as tcp://127.0.0.1:29500; unused with one rank."""
-    device: Literal["cpu", "cuda"]
-    model_path: Path
-    """A Hugging Face folder: config, weights, tokenizer."""
-    head: Literal["lm", "value"] = "lm"
-    """`value`: the language-model head is replaced by a linear to one number, fresh if the folder has none."""
-    copies: Mapping[str, Path] = field(default_factory=dict)
-    """Frozen weights to hold beside the trained ones: name (REFERENCE, TEACHER) to HF folder."""
-    optimizer: OptimizerConfig
-    total_steps: int
-    """Optimiser steps of the whole run, for the learning-rate schedule."""
-    seed: int
-    trust_remote_code: bool = False
-    routing_replay: RoutingReplay | None = None
-    """One of those that the driver says that it replays; ModelError if the model has no experts."""
-    true_on_policy: bool = False
-    """Compute every forward with `slime_core.invariant`, so that log-probs are the engine's to the bit; only where
-    `BackendDriver.true_on_policy_problems` has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -191,7 +151,7 @@ class TrainBackend(ABC):
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:
         """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
-        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow. `slime_core.training.parking` does
+        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow. `slime_training.offload` does
         both."""
 
     @abstractmethod

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
-    from slime_core.config.rollout import RolloutConfig
-    from slime_core.rollout.context import RolloutContext
     from slime_core.types.sample import SampleGroup
 
+ContextT = TypeVar("ContextT", contravariant=True)
+"""`slime_core.rollout.context.RolloutContext`."""
 
-class Collector(ABC):
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class RolloutOptions(Protocol):
+    """The keys of the rollout table that a collector may not fit."""
+
+    @property
+    def n_samples_per_prompt(self) -> int: ...
+
+    @property
+    def filters(self) -> Sequence[Named]: ...
+
+
+class Collector(ABC, Generic[ContextT]):
     """The kernel's own (`accepted`) asks the buffer for prompts, generates, scores and filters."""
 
     @abstractmethod
-    async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
+    async def collect(self, step: int, context: ContextT) -> list[SampleGroup]:
         """Exactly `rollout_batch_size` accepted groups, in submission order; RolloutError if they cannot be had."""
 
     async def give_back(self, *, patient: bool) -> None:
@@ -25,7 +42,7 @@ class Collector(ABC):
         and at the end of a run. `patient`: what cannot be broken off soon is waited for, else given up."""
 
 
-class CollectorDriver(Driver[Collector]):
+class CollectorDriver(Driver[Collector[Any]]):
     """Chosen by rollout.collector."""
 
     across_steps: ClassVar[bool] = False
@@ -44,6 +61,6 @@ class CollectorDriver(Driver[Collector]):
         return cls.needs_engine(config)
 
     @classmethod
-    def problems(cls, config: Any, rollout: RolloutConfig) -> list[str]:
+    def problems(cls, config: Any, rollout: RolloutOptions) -> list[str]:
         """Everything in the rollout table that does not fit it; empty if all does."""
         return []

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from slime_core import API_VERSION
+from slime_core.contracts.table import Table
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DriverConfig(BaseModel):
-    """Base of every plugin's options: frozen, strict about names, a docstring under every field."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+class DriverConfig(Table):
+    """Base of every plugin's options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.driver import Driver
 from slime_core.errors import EngineRefused
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from slime_core.contracts.memory import EngineLoad, EngineMemory
-    from slime_core.contracts.transport import EngineEndpoint
+    from slime_core.contracts.setup import EngineEndpoint, EngineLayout, EngineSetup
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.schedule import EngineEvent
     from slime_core.types.weights import Bucket
@@ -56,8 +55,8 @@ class Capability(StrEnum):
     REPLAY = "replay"
     """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
     TRUE_ON_POLICY = "true_on_policy"
-    """Told to (`EngineSetup.true_on_policy`), it computes with the kernels of `slime_core.invariant` alone: the log-probs of
-    what it decoded are those of a trainer that does so too, to the bit."""
+    """Told to (`EngineSetup.true_on_policy`), it computes with batch-invariant kernels alone: the log-probs of what it decoded
+    are those of a trainer that does so too, to the bit."""
 
 
 class Memory(StrEnum):
@@ -66,53 +65,6 @@ class Memory(StrEnum):
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     GRAPHS = "cuda_graph"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSetup:
-    index: int
-    """Which engine of the run this is."""
-    place: int = 0
-    """Which of those with these options: servers that run already are listed so."""
-    model_path: Path
-    """Hugging Face folder: architecture, tokenizer, and the weights to start with."""
-    device: Literal["cpu", "cuda"]
-    seed: int
-    max_context_len: int
-    """Tokens of prompt and response together that a request may reach."""
-    max_batch: int
-    """Sequences that the run will have in flight on this engine at most."""
-    run_dir: Path
-    trust_remote_code: bool = False
-    num_devices: int = 1
-    """Devices of this engine, on all its machines; on a CPU processes that share its cores."""
-    first_device: int = 0
-    """Number of its first one, where the engine sees those of all engines."""
-    host: str = "127.0.0.1"
-    """This machine's address, as whoever talks to the engine reaches it; the loopback where all are on one machine."""
-    num_nodes: int = 1
-    """Machines that the engine spans, with equally many devices on each."""
-    node_rank: int = 0
-    """Which of them this is. The first one serves; on the others nothing but `start`, `health` and `stop` is called."""
-    rendezvous: str | None = None
-    """HOST:PORT on the first one, where they meet."""
-    transport: str | None = None
-    """Name of the transport that brings its weights; None: it keeps those of its folder."""
-    offload: bool = False
-    """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
-    routed_experts: bool = False
-    """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
-    reward_model: bool = False
-    """It serves rewards, over HTTP: nothing but `start`, `health` and `stop` is called, and the folder may hold a model with
-    a score head. Only with `Capability.HTTP`."""
-    true_on_policy: bool = False
-    """Compute with `slime_core.invariant`, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
-    records: bool = False
-    """`recorded` will be called, after every step. Without, nobody asks what came to it, and it need not be kept."""
-
-    @property
-    def devices_here(self) -> int:
-        return self.num_devices // self.num_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,22 +173,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Ends it with all its processes, soon, in whatever state it is; also without `start`, and twice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLayout:
-    """What a run will start its engines with, as far as it is known before."""
-
-    num_devices: int
-    """Of each engine."""
-    devices_flag: str
-    """Where that is said: `--rollout-num-gpus-per-engine`."""
-    num_engines: int = 1
-    num_nodes: int = 1
-    routed_experts: bool = False
-    """See `EngineSetup.routed_experts`."""
-    offload: bool = False
-    """See `EngineSetup.offload`; as far as it does not depend on the machine's devices."""
 
 
 class EngineDriver(Driver[RolloutEngine]):

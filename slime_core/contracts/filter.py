@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
-    from slime_core.buffer.item import BufferItem
+    from slime_core.types.buffer_item import BufferItem
     from slime_core.types.sample import SampleGroup
 
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
-    from slime_core.rollout.trajectory import Trajectory
     from slime_core.types.completion import Completion, SamplingParams
     from slime_core.types.prompt import Prompt
     from slime_core.types.sample import Sample
+    from slime_core.types.trajectory import Trajectory
 
 
 class Episode(Protocol):

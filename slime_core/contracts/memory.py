@@ -13,8 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from slime_core.contracts.backend import TrainerSetup
-    from slime_core.contracts.engine import EngineSetup
+    from slime_core.contracts.setup import EngineSetup, TrainerSetup
 
 
 class Moment(StrEnum):

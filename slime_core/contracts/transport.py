@@ -18,25 +18,9 @@ from slime_core.contracts.driver import Driver
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_core.contracts.engine import EngineLayout
     from slime_core.contracts.memory import TransportMemory
+    from slime_core.contracts.setup import EngineEndpoint, EngineLayout
     from slime_core.types.report import ComparedWith, PublishReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineEndpoint:
-    """Where a server of an engine takes weights by itself."""
-
-    index: int
-    """Of the engine."""
-    url: str
-    """`http://127.0.0.1:30000`."""
-    token: str | None = None
-    """Bearer token of its requests."""
-    num_ranks: int = 1
-    """Processes that hold weights. Colocated engines stand, in order, on the devices of the trainer's ranks."""
-    incarnation: str = ""
-    """Another one after a restart: what was agreed with the server before is forgotten."""
 
 
 class TensorExport(Protocol):

@@ -1,6 +1,6 @@
-"""Which one? Names in the config, looked up in entry-point groups: listed without import, resolved one at a time."""
+"""Names to drivers: entry points, plugin files, validation of what they load, and observers."""
 
-from slime_core.entry import Entry
+from slime_core.registry.entry import Entry
 from slime_core.registry.options import bind
 from slime_core.registry.registry import Registry, Status
 from slime_core.registry.resolved import Resolved

@@ -14,7 +14,7 @@ from slime_core.contracts.generator import Episode, Generator, GeneratorDriver
 from slime_core.contracts.kl import KlDriver, KlEstimator
 from slime_core.contracts.loss import LossDriver, LossInputs, LossOutput, PolicyLoss, Segments
 from slime_core.contracts.reward import Reward, RewardDriver, RewardValue
-from slime_core.mark import mark_of
+from slime_core.registry.mark import mark_of
 
 if TYPE_CHECKING:
     from torch import Tensor

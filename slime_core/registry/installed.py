@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import Distribution, EntryPoint, entry_points
 
-from slime_core.entry import Entry, normalized
+from slime_core.registry.entry import Entry, normalized
 
 
 def installed_entries() -> dict[Entry, EntryPoint]:

@@ -9,8 +9,8 @@ from stevedore.exception import NoMatches
 from stevedore.extension import error_on_conflict
 from stevedore.named import NamedExtensionManager
 
-from slime_core.entry import Entry
 from slime_core.errors import PluginError
+from slime_core.registry.entry import Entry
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]  # stevedore is not followed by mypy

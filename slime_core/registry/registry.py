@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slime_core import groups
-from slime_core.entry import KERNEL, Entry, by_distribution, normalized
 from slime_core.errors import PluginError, near_matches, unknown_name
-from slime_core.install_hints import install_hint
+from slime_core.registry.entry import KERNEL, Entry, by_distribution, normalized
+from slime_core.registry.install_hints import install_hint
 from slime_core.registry.installed import installed_entries
 from slime_core.registry.options import bind
 from slime_core.registry.resolved import Resolved
 
 if TYPE_CHECKING:
     from slime_core.contracts.driver import DriverConfig
-    from slime_core.plugin_file import PluginFile
-    from slime_core.registry.inspection import Finding
+    from slime_core.registry.plugin_file import PluginFile
 
 ALLOW_VARIABLE: Final = "SLIME_PLUGINS_ALLOW"
 DENY_VARIABLE: Final = "SLIME_PLUGINS_DENY"
@@ -121,7 +120,7 @@ class Registry:
         `find`; also if it cannot be imported, was written for another version of the contracts, or is something else.
         """
         # Here, so that listing need not import pydantic, and stevedore, and every contract.
-        from slime_core.registry.acceptance import accept
+        from slime_core.registry.validation import accept
 
         entry = self.find(group, asked, where=where, expect=expect)
         asked_where = f'{where} = "{asked}"'
@@ -145,12 +144,6 @@ class Registry:
     ) -> DriverConfig:
         """The driver's Config, validated and frozen; see `slime_core.registry.options.bind`."""
         return bind(resolved, options, where=where, base=base)
-
-    def check(self) -> list[Finding]:
-        """Imports every entry and validates its contract; one finding per entry, good or bad."""
-        from slime_core.registry.inspection import inspect_entries
-
-        return inspect_entries(self)
 
     def _unknown(self, group: str, asked: str, name: str, where: str, expect: type | None) -> str:
         there = self.entries(group)
@@ -176,7 +169,7 @@ class Registry:
 
     def _is_a(self, entry: Entry, expect: type) -> bool:
         """Imports it; what cannot be imported is nothing."""
-        from slime_core.registry.acceptance import accept
+        from slime_core.registry.validation import accept
 
         try:
             accept(entry, self.load(entry, where=entry.group), where=entry.group, expect=expect)
@@ -217,7 +210,7 @@ class Registry:
 
 def _read(files: Sequence[PluginFile | Path]) -> tuple[PluginFile, ...]:
     # Here, because it hashes, and loading OpenSSL is a tenth of what a listing costs.
-    from slime_core.plugin_file import PluginFile
+    from slime_core.registry.plugin_file import PluginFile
 
     return tuple(file if isinstance(file, PluginFile) else PluginFile.read(file) for file in files)
 

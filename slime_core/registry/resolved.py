@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime_core.entry import Entry
+from slime_core.registry.entry import Entry
 
 if TYPE_CHECKING:
     from slime_core.contracts.algorithm import Recipe

@@ -1,1 +1,1 @@
-"""Prompts to accepted groups: concurrency, filters, retries, rewards."""
+"""Prompts to accepted groups: the engine client, episodes, rewards, filters and collectors."""

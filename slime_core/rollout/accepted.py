@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from slime_core.buffer.item import BufferItem
 from slime_core.contracts.collector import Collector
 from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.group_filtering import check_limit, data_ended, goes_back, marked, verdict
 from slime_core.rollout.groups import RunningGroup, is_aborted
-from slime_core.rollout.judging import check_limit, data_ended, goes_back, marked, verdict
+from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 
 ABORT_INTERVAL_S: Final = 3.0
@@ -40,7 +40,7 @@ class Tally:
     returned: list[BufferItem] = field(default_factory=list)
 
 
-class AcceptedGroups(Collector):
+class AcceptedGroups(Collector[RolloutContext]):
     """Submits a wave, judges its groups in order, and submits again for what was rejected."""
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:

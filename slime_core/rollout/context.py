@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.item import BufferItem
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import GroupFilter
+from slime_core.data.buffer import DataBuffer
 from slime_core.rollout.groups import GroupRunner
-from slime_core.rollout.recorded import PoolRecord
+from slime_core.rollout.pool_events import PoolRecord
+from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.errors import RewardError
-from slime_core.rollout.begun_stop import without_begun_stop
 from slime_core.rollout.client import EngineClient
+from slime_core.rollout.partial_stop import without_begun_stop
 from slime_core.rollout.routed import RoutedSequences
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.trace import AnswerTrace, Turn
-from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
+from slime_core.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

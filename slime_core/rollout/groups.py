@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from slime_core.buffer.json_text import json_text
+from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.generator import Generator
 from slime_core.errors import DataError, EngineError, EngineUnavailable, PluginError, RewardError, RolloutError
 from slime_core.rollout.client import EngineClient

@@ -27,7 +27,7 @@ class AcceptedDriver(CollectorDriver):
     """Prompts from the buffer, groups judged by the filters in submission order."""
 
     @classmethod
-    def build(cls, config: Any) -> Collector:
+    def build(cls, config: Any) -> Collector[Any]:
         from slime_core.rollout.accepted import AcceptedGroups
 
         return AcceptedGroups()
@@ -39,7 +39,7 @@ class PoolDriver(CollectorDriver):
     across_steps = True
 
     @classmethod
-    def build(cls, config: Any) -> Collector:
+    def build(cls, config: Any) -> Collector[Any]:
         from slime_core.rollout.pool import GroupPool
 
         return GroupPool()
@@ -58,7 +58,7 @@ class ReplayDriver(CollectorDriver):
     Config = ReplayConfig
 
     @classmethod
-    def build(cls, config: ReplayConfig) -> Collector:
+    def build(cls, config: ReplayConfig) -> Collector[Any]:
         from slime_core.rollout.replay import ReplayedGroups
 
         return ReplayedGroups(Path(config.folder))

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from slime_core.buffer.item import BufferItem
 from slime_core.contracts.collector import Collector
 from slime_core.rollout.context import RolloutContext
+from slime_core.rollout.group_filtering import check_limit, data_ended, goes_back, marked, verdict
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
-from slime_core.rollout.judging import check_limit, data_ended, goes_back, marked, verdict
-from slime_core.rollout.recorded import News, NewsKind, PoolRecord
+from slime_core.rollout.pool_events import News, NewsKind, PoolRecord
 from slime_core.rollout.staleness import is_stale, mask_stale
+from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 
 ABORT_INTERVAL_S: Final = 3.0
@@ -70,7 +70,7 @@ class Wanted:
     order: Order
 
 
-class GroupPool(Collector):
+class GroupPool(Collector[RolloutContext]):
     """One for the whole run. Groups are counted from when they are taken out of the buffer until a step takes them."""
 
     def __init__(self) -> None:

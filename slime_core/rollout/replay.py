@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_core.buffer.table import read_groups
 from slime_core.contracts.collector import Collector
+from slime_core.data.table import read_groups
 from slime_core.errors import DataError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.sample import SampleGroup
@@ -22,7 +22,7 @@ def dumped_steps(folder: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-class ReplayedGroups(Collector):
+class ReplayedGroups(Collector[RolloutContext]):
     """Reads step N from `step_N.parquet` of the dump, groups and samples in their order."""
 
     def __init__(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
-from slime_core.plugin_file import PluginFile
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_worker import Failure, Scored, Servers, build_reward, score_groups, serve
 from slime_core.types.sample import SampleGroup
 

@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
-from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.sample import SampleGroup
 
 Servers: TypeAlias = "tuple[ServedModel, ...] | None"

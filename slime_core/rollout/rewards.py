@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
-from slime_core.plugin_file import PluginFile
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_process import RemoteTraceback, RewardProcess, WorkerDied, WorkerLate
 from slime_core.rollout.reward_worker import Raised, Scored, Servers
 from slime_core.rollout.served_engines import ServedEngines

@@ -16,12 +16,12 @@ from typing import Any, Final, Protocol
 
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.engine import EngineInfo
+from slime_core.contracts.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run
 from slime_core.contracts.transport import EngineLink
 from slime_core.errors import EngineError
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run
+from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.seat import EngineHandle
+from slime_core.rollout.engine_slot import EngineHandle
 
 RESTARTS: Final = "rollout/engine_restarts"
 REDISPATCHED: Final = "rollout/redispatched"

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from slime_core.metrics import distribution
-from slime_core.storage import storage_error
+from slime_core.algorithm.metrics import distribution
+from slime_core.atomic_io.storage import storage_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

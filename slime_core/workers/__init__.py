@@ -1,1 +1,1 @@
-"""The thin objects that hold a backend or an engine where it runs: check the fingerprint, forward calls."""
+"""Where roles run: launchers, training and engine workers, and who holds the devices."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_core import __version__
-from slime_core.config.bound import Part, PartSpec
+from slime_core.config.part import Part, PartSpec
 from slime_core.errors import PluginError
-from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
+from slime_core.registry.plugin_file import PluginFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Agreement:
         """The worker's own registry, with the driver's single-file plugins."""
         if self.slime_core != __version__:
             raise PluginError(
-                f"{socket.gethostname()} has slime-core {__version__}, the driver {self.slime_core}: install the same "
+                f"{socket.gethostname()} has slime-rl {__version__}, the driver {self.slime_core}: install the same "
                 "version on every machine."
             )
         return Registry(self.plugin_files)

@@ -10,7 +10,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slime_core.training.host_memory import on_host
 from slime_core.types.weights import Bucket
 
 
@@ -37,7 +36,7 @@ def buckets_of(
 
 def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, last: bool) -> Bucket:
     flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
-    data: npt.NDArray[np.uint8] = on_host(flat).numpy()
+    data: npt.NDArray[np.uint8] = page_locked(flat).numpy()
     return Bucket(
         version=version,
         index=index,
@@ -48,3 +47,11 @@ def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, 
         data=data,
         checksum=xxhash.xxh3_64_hexdigest(data.data),
     )
+
+
+def page_locked(tensor: Tensor) -> Tensor:
+    """What is on a GPU, copied to page-locked memory of the host, which torch keeps for the next such copy."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.device(tensor.device):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.registry import Registry
 
 if TYPE_CHECKING:

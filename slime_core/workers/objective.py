@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_core.config.bound import PartSpec
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.config.part import PartSpec
 from slime_core.config.roles import BoundRole
-from slime_core.objective.loss import TokenObjective
 from slime_core.registry import Registry
 from slime_core.workers.agreement import Agreement
 

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slime_core.buffer.table import read_groups
-from slime_core.new_model import ModelSizes, new_model
+from slime_core.data.table import read_groups
+from slime_models.new_model import ModelSizes, new_model
 
 SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
 RUN = """\

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.config.train import OptimizerConfig
-from slime_core.testing.tiny_training import SGD, SPLITS, Place, TrainingBatch, objective_of, opened
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_plugin_kit.tiny_training import SGD, SPLITS, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

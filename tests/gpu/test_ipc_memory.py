@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup
 from slime_sglang.transports.flat import FlatBucket, flatten
 from slime_sglang.transports.handles import DeviceMemory
 from slime_sglang.transports.ipc import Turn

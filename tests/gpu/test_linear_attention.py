@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.testing.tiny_training import SPLITS, Place, TrainingBatch, objective_of, opened
-from slime_core.training.delta_rule import gated_delta_rule, in_chunks, plan_recurrence
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.tiny_training import SPLITS, Place, TrainingBatch, objective_of, opened
+from slime_training.delta_rule import gated_delta_rule, in_chunks, plan_recurrence
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

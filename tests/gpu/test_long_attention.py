@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_core.training.long_attention import attend_long
+from slime_training.long_attention import attend_long
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

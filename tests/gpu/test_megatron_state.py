@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_training import ADAM, Place, TrainingBatch, objective_of, opened
+from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_training import ADAM, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.gpu
 CASES: dict[str, dict[str, Any]] = {

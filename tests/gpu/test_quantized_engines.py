@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from slime_core import groups
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.registry import Registry, bind
 from slime_core.workers.buckets import buckets_of
 

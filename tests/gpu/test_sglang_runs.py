@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_core import groups
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.registry import Registry, bind
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_core.workers.buckets import buckets_of

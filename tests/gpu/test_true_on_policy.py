@@ -18,11 +18,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from slime_core.batch.assemble import assemble
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.contracts.engine import EngineSetup
-from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_training import TEMPERATURE, Place
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
@@ -30,6 +28,8 @@ from slime_fsdp.config import FsdpConfig
 from slime_fsdp.plugin import Fsdp
 from slime_local.config import LocalConfig
 from slime_local.plugin import Local
+from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_training import TEMPERATURE, Place
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from slime_core.buffer.train_data import read_train_data, train_data_file
+from slime_core.data.train_data import read_train_data, train_data_file
 
 ONE_STEP = ("--num-rollout", "2", "--save-hf", "--save-interval", "none")
 

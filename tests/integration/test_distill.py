@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_core.buffer.table import read_groups
+from slime_core.data.table import read_groups
 
 if TYPE_CHECKING:
     from conftest import TinyRun

@@ -22,26 +22,25 @@ import ray
 from ray._private.internal_api import memory_summary
 from ray.exceptions import RayActorError, RayTaskError
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.config.run import LauncherConfig
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import TrainerSetup
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import EngineSetup, TrainerSetup
 from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, TrainingError
-from slime_core.launch.choose import build_launcher
-from slime_core.launch.ray import RayLauncher, Slot, by_device, shares_of
-from slime_core.launch.ray_actors import Location
-from slime_core.launch.ray_cluster import RayCluster
-from slime_core.launch.ray_crew import Crew, Member, Roster
-from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
-from slime_core.testing.fast_clock import run_fast
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.choose import build_launcher
+from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.objective import ObjectiveSpec
-from slime_core.workers.trainer import TrainWorkerSpec
+from slime_core.workers.train_worker import TrainWorkerSpec
+from slime_plugin_kit.fast_clock import run_fast
+from slime_ray.actor_group import Crew, Member, Roster
+from slime_ray.actors import Location
+from slime_ray.cluster import RayCluster
+from slime_ray.launcher import RayLauncher, Slot, by_device, shares_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -564,8 +563,8 @@ async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unh
         killed.append(one)
         loop.call_soon(lambda: farewell.done() or farewell.set_exception(RayActorError()))
 
-    monkeypatch.setattr("slime_core.launch.ray_crew.ray.kill", kill)
-    monkeypatch.setattr("slime_core.launch.ray_crew.GRACE_AFTER_FAILURE_S", 0.05)
+    monkeypatch.setattr("slime_ray.actor_group.ray.kill", kill)
+    monkeypatch.setattr("slime_ray.actor_group.GRACE_AFTER_FAILURE_S", 0.05)
     crew = Crew(Roster(), grace_s=60, farewell="stop")
     crew.add(Member(actor=actor, name="engine 1", failure=EngineError))
     crew.ready()
@@ -708,8 +707,8 @@ async def test_an_address_without_a_cluster_is_a_config_error():
 
 async def test_without_ray_one_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "slime_core.launch.ray")
-    with pytest.raises(ConfigError, match=r'Type: pip install "slime-core\[ray\]"'):
+    monkeypatch.delitem(sys.modules, "slime_ray.launcher")
+    with pytest.raises(ConfigError, match=r'Type: pip install "slime-rl\[ray\]"'):
         build_launcher(CONFIG)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_core.testing.converted_folder import converted_folder
+from slime_plugin_kit.converted_folder import converted_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

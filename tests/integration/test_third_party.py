@@ -37,8 +37,8 @@ print(json.dumps({
 HOOKS = """
 import sys
 from pathlib import Path
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import Run, RunEnd, RunStart, StepTrained
+from slime_core.registry.hooks import Hooks
+from slime_core.contracts.hookspecs import Run, RunEnd, RunStart, StepTrained
 from slime_core.registry import Registry
 from slime_core.types.report import TrainReport
 

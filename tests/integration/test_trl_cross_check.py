@@ -28,15 +28,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.advantages import assign_credit
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.cli.invocation import bind_invocation, take_apart
 from slime_core.contracts.advantage import CreditInputs
+from slime_core.controller.learner import credit_rules
 from slime_core.errors import ConfigError
-from slime_core.learner import credit_rules
-from slime_core.objective.credit import assign_credit
-from slime_core.objective.loss import TokenObjective
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.batch import Batch, TokenColumns
+from slime_training.segments import LocalSegments
 
 GROUP_SIZE = 4
 MAX_LEN = 16

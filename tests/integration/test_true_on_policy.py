@@ -14,12 +14,10 @@ import pytest
 import torch
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.backend import TrainBackend
-from slime_core.contracts.engine import Capability, EngineSetup
-from slime_core.testing.tiny_model import buckets_of as buckets_of_weights
-from slime_core.testing.tiny_model import load_plain, make_tiny_model, moved, named_weights
-from slime_core.testing.tiny_training import MASKED, TEMPERATURE, Place, TrainingBatch, objective_of, opened
+from slime_core.contracts.engine import Capability
+from slime_core.contracts.setup import EngineSetup
 from slime_core.types.batch import Batch
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
 from slime_fsdp.config import FsdpConfig
@@ -27,6 +25,9 @@ from slime_fsdp.plugin import Fsdp
 from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
 from slime_local.plugin import Local
+from slime_plugin_kit.tiny_model import buckets_of as buckets_of_weights
+from slime_plugin_kit.tiny_model import load_plain, make_tiny_model, moved, named_weights
+from slime_plugin_kit.tiny_training import MASKED, TEMPERATURE, Place, TrainingBatch, objective_of, opened
 
 LENGTHS = (4, 4, 4, 7, 7, 1, 41, 41)
 """Of the prompts; equal neighbours are the same."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_core.new_model import END, ModelSizes, character_tokenizer
+from slime_models.new_model import END, ModelSizes, character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

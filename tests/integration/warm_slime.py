@@ -24,13 +24,13 @@ from typing import Any
 
 TIMEOUT_S = 240.0
 IMPORTED = (
-    "slime_core.buffer.files",
+    "slime_sources.files",
     "slime_core.cli.main",
     "slime_core.cli.training",
-    "slime_core.cli.viewing",
-    "slime_core.loop",
-    "slime_core.materials",
-    "slime_core.startup",
+    "slime_viewer.viewing",
+    "slime_core.controller.loop",
+    "slime_core.controller.run_inputs",
+    "slime_core.controller.startup",
     "slime_fsdp.backend",
     "slime_fsdp.plugin",
     "slime_grpo.plugin",

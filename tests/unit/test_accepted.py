@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.item import ItemKind
-from slime_core.buffer.pop_first import PopFirstFilter
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.generator import Generator
+from slime_core.data.buffer import DataBuffer
+from slime_core.data.pop_first import PopFirstFilter
 from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError, RolloutError, RolloutsExhausted
 from slime_core.rollout import accepted as room
 from slime_core.rollout.accepted import AcceptedGroups
@@ -22,6 +21,7 @@ from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
 from slime_core.rollout.rewards import Verdict
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward
+from slime_core.types.buffer_item import ItemKind
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status

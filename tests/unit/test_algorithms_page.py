@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slime_core import groups
-from slime_core.config.recipe_card import algorithms_page, recipe_card
+from slime_core.config.algorithm_card import algorithms_page, recipe_card
 from slime_core.registry import Registry
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from slime_core.controller.loop import run_loop
 from slime_core.errors import ConfigError, EngineError, Interrupted, StorageError
-from slime_core.loop import run_loop
-from slime_core.testing.simulated_run import IdleRanks, Simulation
-from slime_core.testing.timed_engine import TimedEngine
+from slime_plugin_kit.simulated_run import IdleRanks, Simulation
+from slime_plugin_kit.timed_engine import TimedEngine
 
 
 class SlowDisk(IdleRanks):

@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_core.buffer.item import BufferItem
-from slime_core.buffer.pop_first import PopFirstFilter
 from slime_core.contracts.filter import BufferFilter, FilterDecision, GroupFilter, Versions
+from slime_core.contracts.hookspecs import GroupsFinished, hookimpl
 from slime_core.contracts.tracker import Tracker
+from slime_core.controller.loop import Schedule, run_loop
+from slime_core.controller.schedule import ScheduleFile, read_schedule
+from slime_core.controller.session import Session
+from slime_core.data.pop_first import PopFirstFilter
 from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted, StorageError
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import GroupsFinished, hookimpl
-from slime_core.loop import Schedule, run_loop
-from slime_core.rollout.recorded import News, NewsKind, PoolRecord
-from slime_core.schedule import ScheduleFile, read_schedule
-from slime_core.session import Session
-from slime_core.testing.fast_clock import run_fast
-from slime_core.testing.scripted_engine import EngineInLoop
-from slime_core.testing.simulated_run import Numbers, Simulation
-from slime_core.testing.timed_engine import TimedEngine
+from slime_core.registry.hooks import Hooks
+from slime_core.rollout.pool_events import News, NewsKind, PoolRecord
+from slime_core.types.buffer_item import BufferItem
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.schedule import EngineEvent, EventKind
+from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.scripted_engine import EngineInLoop
+from slime_plugin_kit.simulated_run import Numbers, Simulation
+from slime_plugin_kit.timed_engine import TimedEngine
 
 SAMPLES = 2
 LONG = 3

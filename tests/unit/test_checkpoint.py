@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from slime_core import checkpoint as room
-from slime_core.checkpoint import CheckpointStore, RunState
+from slime_core.controller import checkpoint as room
+from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.errors import CheckpointError, StorageError
 
 

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from slime_core.objective.comparison import Comparison
+from slime_estimators.comparison import Comparison
 
 NAN = math.nan
 

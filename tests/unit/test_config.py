@@ -11,8 +11,8 @@ from slime_core.config.explain import explain_key, list_keys
 from slime_core.config.load import read_run_file
 from slime_core.config.schema import run_schema
 from slime_core.contracts.engine import Capability
+from slime_core.controller.manifest import build_manifest
 from slime_core.errors import ConfigError, PluginError
-from slime_core.manifest import build_manifest
 
 
 @pytest.fixture
@@ -522,7 +522,7 @@ def test_the_list_of_keys_has_every_key_once():
 def test_the_resolved_config_is_a_run_file_of_the_same_run(bound, tmp_path):
     import tomlkit
 
-    from slime_core.startup import drop_none
+    from slime_core.controller.startup import drop_none
 
     run = bound("--algo", "dapo", "--eps-clip", "0.1", "--warm-start", "w", "--kl-loss-coef", "0.1", extra=SETS)
     manifest = build_manifest(run, data_fingerprint="d")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from slime_core.algorithm.advantages import CreditRules, assign_credit, require_finite, whiten
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, RewardShaper
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.needs import Need
 from slime_core.errors import TrainingError
-from slime_core.objective.credit import CreditRules, assign_credit, require_finite, whiten
 from slime_core.types.batch import TokenColumns
 
 

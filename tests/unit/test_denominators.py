@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slime_core.batch.denominators import loss_weights, split_steps
+from slime_core.algorithm.loss_weights import loss_weights, split_steps
 from slime_core.contracts.aggregation import Aggregation
 
 L = 10

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from slime_core.controller.evaluate import EvalTask, Evaluator
 from slime_core.errors import RewardError
-from slime_core.evaluate import EvalTask, Evaluator
 from slime_core.rollout.groups import RunningGroup
 from slime_core.types.prompt import Prompt
 

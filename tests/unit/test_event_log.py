@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.errors import EngineError, StorageError
-from slime_core.event_log import EventLog
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import (
+from slime_core.contracts.hookspecs import (
     EngineLost,
     EngineRecovered,
     EngineRestarted,
@@ -19,8 +16,11 @@ from slime_core.hookspecs import (
     RunStart,
     SampleFailed,
 )
-from slime_core.testing.scripted_rollout import prompt_of
+from slime_core.controller.event_log import EventLog
+from slime_core.errors import EngineError, StorageError
+from slime_core.registry.hooks import Hooks
 from slime_core.types.report import PublishReport
+from slime_plugin_kit.scripted_rollout import prompt_of
 
 
 def test_lines_say_what_happened_and_are_appended(tmp_path):

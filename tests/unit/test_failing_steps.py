@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from slime_core.buffer.item import ItemKind
 from slime_core.contracts.filter import FilterDecision, GroupFilter
+from slime_core.contracts.hookspecs import GroupsFinished, RolloutEnd, RolloutStart, StepTrained, hookimpl
 from slime_core.contracts.tracker import Tracker
+from slime_core.controller.loop import run_loop
+from slime_core.controller.session import Session
+from slime_core.controller.startup import finish
 from slime_core.errors import (
     EngineError,
     Interrupted,
@@ -22,18 +25,15 @@ from slime_core.errors import (
     StorageError,
     TrainingError,
 )
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import GroupsFinished, RolloutEnd, RolloutStart, StepTrained, hookimpl
-from slime_core.launch.devices import Devices
-from slime_core.launch.residency import Residency
-from slime_core.loop import run_loop
-from slime_core.session import Session
-from slime_core.startup import finish
-from slime_core.testing.fast_clock import run_fast
-from slime_core.testing.simulated_run import Numbers, Simulation
-from slime_core.testing.timed_engine import TimedEngine
+from slime_core.registry.hooks import Hooks
+from slime_core.types.buffer_item import ItemKind
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
+from slime_core.workers.colocation import Residency
+from slime_core.workers.devices import Devices
+from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.simulated_run import Numbers, Simulation
+from slime_plugin_kit.timed_engine import TimedEngine
 
 STEPS = 6
 BATCH = 4

@@ -1,6 +1,6 @@
 """What training and evaluation sets ask engines for, from one run file."""
 
-from slime_core.group_settings import eval_settings, training_settings
+from slime_core.controller.group_settings import eval_settings, training_settings
 
 SETS = "[eval.datasets]\nt = 't.jsonl'\n"
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slime_core.heap import modules_stay
+from slime_core.controller.gc_control import modules_stay
 
 
 def test_modules_are_not_looked_at_while_they_are_imported_nor_afterwards() -> None:
@@ -49,7 +49,7 @@ def test_what_stayed_goes_at_the_end() -> None:
     """Libraries with a compiled part would call it leaked."""
     ends = """
 import atexit, gc
-from slime_core.heap import modules_stay
+from slime_core.controller.gc_control import modules_stay
 atexit.register(lambda: print(gc.get_freeze_count()))
 with modules_stay():
     pass

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from slime_core.contracts.engine import Capability, EngineInfo
-from slime_core.engines import require_images
 from slime_core.errors import ConfigError, EngineError
 from slime_core.rollout.episode import images_of
 from slime_core.types import Image, Prompt
+from slime_core.workers.engines import require_images
 
 IMAGES = ("--multimodal-keys", '{"image": "images"}')
 

@@ -133,7 +133,7 @@ def test_imports_point_downwards():
         ("from slime_core import registry", "slime_core.contracts.kl", 1),
         ("from slime_core import __version__", "slime_core.contracts.kl", 0),
         ("import slime_core.cli.plugins", "slime_core.registry.registry", 1),
-        ("def f():\n    from slime_core.cli import plugins", "slime_core.hooks", 1),
+        ("def f():\n    from slime_core.cli import plugins", "slime_core.registry.hooks", 1),
         ("from ..registry import Registry", "slime_core.types.batch", 1),
         ("from .batch import Batch", "slime_core.types.sample", 0),
         (

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from slime_core.controller.learner import LearnerPlan
 from slime_core.errors import ConfigError, ModelError
-from slime_core.invariant.attention import attend
-from slime_core.invariant.mode import InvariantKernels
-from slime_core.invariant.products import BLOCK, multiply, require_equal_rows
-from slime_core.invariant.sums import blocked_sum, log_softmax, log_sum_exp, sum_of_last
-from slime_core.learner import LearnerPlan
+from slime_training.batch_invariant.attention import attend
+from slime_training.batch_invariant.mode import InvariantKernels
+from slime_training.batch_invariant.products import BLOCK, multiply, require_equal_rows
+from slime_training.batch_invariant.sums import blocked_sum, log_softmax, log_sum_exp, sum_of_last
 
 
 def random(*shape, seed=0, scale=1.0):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slime_core.contracts.tracker import RunInfo
-from slime_core.tracking.jsonl import JsonlTracker
+from slime_core.controller.jsonl import JsonlTracker
 
 
 def started(folder, *, attempt=1, resumed_at=None):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import slime_core
-from slime_core.install_hints import DISTRIBUTION_OF
+from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
 EXEMPT = ("install_hints.py", "testing/")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.config.bound import PartSpec
-from slime_core.contracts.engine import EngineSetup
-from slime_core.launch import local
-from slime_core.launch.local import LocalLauncher
-from slime_core.plugin_file import PluginFile
+from slime_core.config.part import PartSpec
+from slime_core.contracts.setup import EngineSetup
 from slime_core.registry import Registry
+from slime_core.registry.plugin_file import PluginFile
+from slime_core.workers import local
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.engine import EngineWorkerSpec
+from slime_core.workers.engine_worker import EngineWorkerSpec
+from slime_core.workers.local import LocalLauncher
 
 PLUGIN = '''
 import asyncio

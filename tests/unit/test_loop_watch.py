@@ -7,7 +7,7 @@ import re
 import sys
 import time
 
-from slime_core.loop_watch import LoopWatch
+from slime_core.controller.event_loop_watchdog import LoopWatch
 
 
 class Heard(io.StringIO):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_core.evaluate import set_metrics
-from slime_core.metrics import (
+from slime_core.algorithm.metrics import (
     category_metrics,
     column_metrics,
     correct_metrics,
@@ -26,6 +25,7 @@ from slime_core.metrics import (
     step_metrics,
     zero_std_metrics,
 )
+from slime_core.controller.evaluate import set_metrics
 
 
 def enumerated(n, correct, k):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from slime_core.objective.mismatch import mismatch_metrics
+from slime_core.algorithm.mismatch import mismatch_metrics
 
 LENGTHS = [(1, 4), (2, 3), (1, 0), (3, 5), (2, 2)]
 MASKS = [[1, 1, 1, 1], [1, 0, 1], [], [0, 1, 1, 1, 0], [0, 0]]

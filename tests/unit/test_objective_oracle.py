@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.batch.denominators import split_steps
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.advantages import assign_credit
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.loss_weights import split_steps
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.correction import LossCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossOutput, PolicyLoss
 from slime_core.contracts.needs import Need
-from slime_core.learner import credit_rules
-from slime_core.objective.credit import assign_credit
-from slime_core.objective.loss import TokenObjective
-from slime_core.objective.segments import LocalSegments
+from slime_core.controller.learner import credit_rules
 from slime_core.types.batch import TokenColumns
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
+from slime_training.segments import LocalSegments
 
 MAX_LEN = 16
 # Two prompts with four rollouts each. Sample 1 and 2 are one rollout; 4 is empty; 6 fully masked; the tool wrote zeros.

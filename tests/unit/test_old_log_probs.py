@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.controller.learner import Learner, LearnerPlan
 from slime_core.errors import TrainingError
-from slime_core.learner import Learner, LearnerPlan
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
+from slime_training.segments import LocalSegments
 
 # Two prompts with two answers each; the third answer is empty, the fourth fully masked. Credit is -+ 1/sqrt 2.
 MASKS = [[1, 1, 1], [1, 0, 1, 1], [], [0, 0]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.types.batch import TokenColumns
 
 # Uneven lengths; prompts of one token; an empty response; a fully masked sample.

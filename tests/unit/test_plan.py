@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_core.batch.balance import karmarkar_karp
-from slime_core.batch.flops import ModelShape
-from slime_core.batch.plan import MicroBatchLimits, divide, pack, plan_step
+from slime_core.algorithm.balance import karmarkar_karp
+from slime_core.algorithm.flops import ModelShape
+from slime_core.algorithm.micro_batches import MicroBatchLimits, divide, pack, plan_step
 
 SHAPE = ModelShape(num_layers=3, hidden=16, num_heads=4, num_kv_heads=2, head_dim=8, ffn=40, vocab=100)
 

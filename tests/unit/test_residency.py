@@ -6,8 +6,8 @@ import pytest
 
 from slime_core.contracts.engine import Memory
 from slime_core.errors import EngineError
-from slime_core.launch.devices import Devices
-from slime_core.launch.residency import Residency
+from slime_core.workers.colocation import Residency
+from slime_core.workers.devices import Devices
 
 
 class Device:

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from slime_core.controller.manifest import resolved_config
 from slime_core.errors import ConfigError
-from slime_core.manifest import resolved_config
 from slime_core.rollout.scoring import ScoringPlan
 
 BASE = """

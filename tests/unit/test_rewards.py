@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
-from slime_core.plugin_file import PluginFile
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.types.sample import Status
 

@@ -3,19 +3,20 @@
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from slime_core.config.checks import cross_checks
 from slime_core.config.run import RoleConfig
-from slime_core.config.train import OptimizerConfig, OptimizerOverrides
+from slime_core.config.train import OptimizerOverrides
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.controller.manifest import build_manifest
+from slime_core.controller.run_inputs import load_role_config
 from slime_core.errors import ConfigError, ModelError
-from slime_core.manifest import build_manifest
-from slime_core.materials import load_role_config
-from slime_core.roles import sharing_devices, worker_specs
 from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.role_specs import RoleSpecs
+from slime_core.workers.roles import sharing_devices
 
 VALUED = """
 from slime_core.config.train import OptimizerConfig
@@ -122,11 +123,8 @@ def test_a_critic_is_a_second_row(ppo, tmp_path):
 
 def test_only_the_policys_ranks_send_weights(ppo, tmp_path):
     run = ppo()
-    materials = SimpleNamespace(num_rollout=1, converter=None)
-    sent = {
-        role.name: [spec.transport for spec in worker_specs(run, role, materials, None, "cpu", tmp_path)]
-        for role in run.roles
-    }
+    specs = RoleSpecs(run=run, agreement=None, device="cpu", run_dir=tmp_path, num_rollout=1)
+    sent = {role.name: [spec.transport for spec in specs.of_role(role)] for role in run.roles}
     assert sent == {"actor": [run.transport.spec()], "critic": [None]}
 
 
@@ -230,7 +228,7 @@ def test_layouts_make_other_runs_that_train_the_same(ppo):
 def test_the_resolved_config_is_a_run_file_of_the_same_run(ppo):
     import tomlkit
 
-    from slime_core.startup import drop_none
+    from slime_core.controller.startup import drop_none
 
     run = ppo("--critic-backend", "valued", "--critic-lr", "1e-5", "--value-clip", "0.4", "--gamma", "0.9")
     manifest = build_manifest(run, data_fingerprint="d")

@@ -9,20 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime_core.batch.assemble import assemble
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.zigzag import split_micro_batch
-from slime_core.buffer.table import read_groups, write_groups
-from slime_core.buffer.train_data import read_train_data, write_train_data
-from slime_core.contracts.backend import RoutingReplay
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.setup import RoutingReplay
+from slime_core.controller.learner import Learner, LearnerPlan
+from slime_core.data.table import read_groups, write_groups
+from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import ConfigError, EngineError, RolloutError
-from slime_core.learner import Learner, LearnerPlan
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.trajectory import Trajectory
 from slime_core.types.batch import TokenColumns
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
+from slime_core.types.trajectory import Trajectory
+from slime_training.context_parallel import split_micro_batch
 
 PROMPT = Prompt(group_index=0, text="q", token_ids=np.array([5, 6, 7], np.int32))
 LAYERS, TOP_K = 3, 2
@@ -236,7 +236,7 @@ def test_micro_batches_and_their_parts():
 # --- A run that replays them ------------------------------------------------------------------------------------------
 
 ABLE = """
-from slime_core.contracts.backend import RoutingReplay
+from slime_core.contracts.setup import RoutingReplay
 from slime_core.contracts.engine import Capability
 
 FakeBackend.replays = frozenset(RoutingReplay)

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from slime_core.controller.manifest import (
+    Manifest,
+    build_manifest,
+    check_required,
+    differences,
+    replay_identity,
+    without,
+)
+from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
 from slime_core.errors import ConfigError, PluginError, StorageError
-from slime_core.manifest import Manifest, build_manifest, check_required, differences, replay_identity, without
-from slime_core.run_folder import RunFolder, choose_folder, lock_folder
 
 
 def manifest(fingerprint="aa", training=None, **config):
@@ -243,16 +250,16 @@ def test_the_manifest_is_json_and_says_where_everything_came_from(bound):
     made = json.loads(build_manifest(bound("--algo", "cispo"), data_fingerprint="d").to_json())
     assert made["plugins"]["reward one"].startswith("slime.rewards:fakes.py/one ")
     values = " ".join(made["plugins"].values())
-    assert "slime.losses:slime-grpo/cispo 0.1.0" in values
+    assert "slime.losses:slime-grpo/cispo 0.2.0" in values
     assert "slime.advantages:slime-grpo/group_norm" in values
     assert made["plugin_files"]["fakes.py"]
 
 
 def test_required_plugins():
-    check_required(("slime-core>=0.1",))
+    check_required(("slime-rl>=0.2",))
     with pytest.raises(PluginError) as caught:
-        check_required(("slime-core>=99", "acme-not-there>=1", "what is this"))
+        check_required(("slime-rl>=99", "acme-not-there>=1", "what is this"))
     told = str(caught.value).splitlines()
-    assert 'pip install "slime-core>=99"' in told[0]
+    assert 'pip install "slime-rl>=99"' in told[0]
     assert "acme-not-there is not installed" in told[1]
     assert "is not a requirement" in told[2]

@@ -5,15 +5,15 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from slime_core.cli.planning import Report, Unit
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at, peak_of
 from slime_core.errors import ConfigError, ModelError
-from slime_core.footprint import kv_bytes_per_token, num_parameters
-from slime_core.plan.device_memory import parse_size, target_of
-from slime_core.plan.plan import needed, plan_of, savings
-from slime_core.plan.step import micro_batches_of, step_of
-from slime_core.plan.tenants import Target
+from slime_preflight.device_memory import parse_size, target_of
+from slime_preflight.planning import Report, Unit
+from slime_preflight.run_plan import needed, plan_of, savings
+from slime_preflight.step import micro_batches_of, step_of
+from slime_preflight.tenants import Target
+from slime_training.footprint import kv_bytes_per_token, num_parameters
 
 GPU = Target(device="cuda", device_bytes=100, found="a test")
 CPU = Target(device="cpu", device_bytes=1000, found="a test")
@@ -316,7 +316,7 @@ def test_keys_and_values_of_a_token():
 
 
 def test_parameters_of_a_folder_with_and_without_weights(tmp_path):
-    from slime_core.testing.tiny_model import load_plain, make_tiny_model
+    from slime_plugin_kit.tiny_model import load_plain, make_tiny_model
 
     folder = make_tiny_model(tmp_path / "model")
     count = sum(parameter.numel() for parameter in load_plain(folder).parameters())

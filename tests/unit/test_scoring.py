@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.batch.assemble import assemble
-from slime_core.config.bound import PartSpec
+from slime_core.algorithm.build_batch import assemble
+from slime_core.config.part import PartSpec
 from slime_core.contracts.reward import RewardFailure, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.rollout.rewards import Verdict, rewarded, verdict_on

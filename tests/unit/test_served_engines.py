@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_core.batch.assemble import assemble
+from slime_core.algorithm.build_batch import assemble
 from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.scorer import EngineScorer
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.testing.groups import group_of
+from slime_core.rollout.teacher_client import EngineScorer
+from slime_plugin_kit.groups import group_of
 
 
 class Engine:

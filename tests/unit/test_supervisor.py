@@ -13,18 +13,18 @@ import pytest
 
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.engine import EngineInfo, Memory
+from slime_core.contracts.hookspecs import Run, hookimpl
+from slime_core.controller.session import Session
+from slime_core.controller.supervision import supervisors
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, TrainingError
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import Run, hookimpl
-from slime_core.launch.devices import Devices
-from slime_core.launch.residency import Residency
+from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.supervisor import EngineSupervisor, HealthRules
-from slime_core.session import Session
-from slime_core.supervision import supervisors
-from slime_core.testing.fast_clock import run_fast
-from slime_core.testing.faulty_engine import FaultyEngine
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_core.workers.colocation import Residency
+from slime_core.workers.devices import Devices
+from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.faulty_engine import FaultyEngine
 
 RUN = Run(name="r", run_dir=Path("/runs/r"), config={})
 RULES = HealthRules(interval_s=10, timeout_s=4, first_wait_s=0, max_restarts=3, window_s=1000)

@@ -11,12 +11,12 @@ import pytest
 from slime_core.config.roles import COPY_KEYS
 from slime_core.contracts.backend import REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
+from slime_core.controller.learner import LearnerPlan
+from slime_core.controller.manifest import resolved_config
+from slime_core.controller.run_inputs import check_copy
+from slime_core.data.model_folder import load_tokenizer
 from slime_core.errors import ConfigError, ModelError
-from slime_core.learner import LearnerPlan
-from slime_core.manifest import resolved_config
-from slime_core.materials import check_copy
-from slime_core.model_folder import load_tokenizer
-from slime_core.new_model import ModelSizes, new_model
+from slime_models.new_model import ModelSizes, new_model
 
 OPD = ("--algo", "opd", "--opd-teacher-load", "teacher")
 SFT = ("--algo", "sft", "--n-samples-per-prompt", "1", "--global-batch-size", "4")

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_core.config.bound import PartSpec
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import TrainerSetup
+from slime_core.config.part import PartSpec
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.contracts.transport import SenderSetup
-from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine_format import EngineFormat
 from slime_core.workers.objective import ObjectiveSpec
-from slime_core.workers.trainer import TrainWorker, TrainWorkerSpec
+from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
 
 PLUGIN = """
 from slime_core.contracts.backend import BackendDriver, Layout

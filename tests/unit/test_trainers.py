@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.batch.flops import ModelShape
-from slime_core.batch.plan import MicroBatchLimits
+from slime_core.algorithm.advantages import CreditRules
+from slime_core.algorithm.flops import ModelShape
+from slime_core.algorithm.micro_batches import MicroBatchLimits
 from slime_core.config.roles import RolePlan, Scoring
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.needs import Need
+from slime_core.controller.learner import Learner, LearnerPlan
 from slime_core.errors import RolloutError, TrainingError
-from slime_core.launch.devices import Devices
-from slime_core.launch.trainers import TrainerLimits, Trainers
-from slime_core.learner import Learner, LearnerPlan
-from slime_core.objective.credit import CreditRules
 from slime_core.types.batch import TokenColumns
 from slime_core.types.report import StepReport
+from slime_core.workers.devices import Devices
+from slime_core.workers.train_group import TrainerLimits, Trainers
 
 SHAPE = ModelShape(num_layers=1, hidden=8, num_heads=2, num_kv_heads=2, head_dim=4, ffn=8, vocab=30)
 # Uneven; one empty response; sample 3 and 4 are one rollout.

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from slime_core.errors import EngineError, RewardError
-from slime_core.new_model import character_tokenizer
-from slime_core.rollout.begun_stop import without_begun_stop
 from slime_core.rollout.episode import EngineEpisode
+from slime_core.rollout.partial_stop import without_begun_stop
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.single_turn import SingleTurn
-from slime_core.rollout.trajectory import Trajectory, decode
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Status, VersionSpan
+from slime_core.types.trajectory import Trajectory, decode
+from slime_models.new_model import character_tokenizer
 
 PROMPT = Prompt(group_index=6, text="q", token_ids=np.array([5, 6, 7], np.int32), metadata={"kind": "x"})
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slime_core.new_model import character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.testing.scripted_engine import ScriptedEngine
-from slime_core.testing.scripted_rollout import client_of
 from slime_core.types.completion import FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
+from slime_models.new_model import character_tokenizer
+from slime_plugin_kit.scripted_engine import ScriptedEngine
+from slime_plugin_kit.scripted_rollout import client_of
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 END = TOKENIZER.eos_token

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from slime_agents.multi_agent import MultiAgent
 from slime_agents.plugin import MultiAgentConfig
-from slime_core.batch.assemble import assemble
+from slime_core.algorithm.build_batch import assemble
 from slime_core.errors import ConfigError, PluginError, RewardError
-from slime_core.objective.comparison import Comparison
 from slime_core.types.sample import SampleGroup, Status
+from slime_estimators.comparison import Comparison
 
 SOLVER = {"name": "solver", "count": 2}
 CRITIC = {

@@ -18,10 +18,10 @@ from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned, Fu
 from slime_agents.served.generator import ServedAgent
 from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
-from slime_core.new_model import character_tokenizer
-from slime_core.plugin_file import PluginFile
+from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Status, VersionSpan
+from slime_models.new_model import character_tokenizer
 
 # In the form of the Hermes and Qwen families.
 HERMES = (

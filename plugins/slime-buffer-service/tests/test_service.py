@@ -14,9 +14,9 @@ from slime_buffer_service.board import Board
 from slime_buffer_service.generator import OutsideAgents
 from slime_buffer_service.plugin import OutsideAgentsConfig
 from slime_core.rollout.groups import check_samples
-from slime_core.testing.scripted_engine import ScriptedEngine
-from slime_core.testing.scripted_rollout import BUDGET, client_of, episode_of, vocab_size
 from slime_core.types.sample import Status, VersionSpan
+from slime_plugin_kit.scripted_engine import ScriptedEngine
+from slime_plugin_kit.scripted_rollout import BUDGET, client_of, episode_of, vocab_size
 
 TOKEN = "a-token"
 RESPONSE = {"token_ids": [3, 4, 5], "log_probs": [-0.5, 0.0, -1.25], "loss_mask": [1, 0, 1]}

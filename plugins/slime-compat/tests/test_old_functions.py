@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from slime_compat.plugin import CompatFilter, CompatGenerator, CompatReward
 from slime_core.errors import PluginError, RewardError, RolloutError
 from slime_core.rollout.groups import check_samples
-from slime_core.testing.groups import group_of
-from slime_core.testing.scripted_engine import ScriptedEngine
-from slime_core.testing.scripted_rollout import client_of, episode_of, vocab_size
 from slime_core.types.sample import Status
+from slime_plugin_kit.groups import group_of
+from slime_plugin_kit.scripted_engine import ScriptedEngine
+from slime_plugin_kit.scripted_rollout import client_of, episode_of, vocab_size
 
 REWARDS = """
     from slime.utils.types import Sample

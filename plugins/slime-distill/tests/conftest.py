@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 import numpy as np
 import pytest
 
-from slime_core.new_model import character_tokenizer
 from slime_core.types.batch import Batch
+from slime_models.new_model import character_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789+=<>;!? "
 HEADERS = "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"

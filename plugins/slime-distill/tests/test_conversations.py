@@ -11,17 +11,17 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.files import FilesSource
-from slime_core.buffer.plugin import FilesConfig
-from slime_core.buffer.pop_first import PopFirstFilter
-from slime_core.buffer.render import PromptRenderer
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
+from slime_core.data.buffer import DataBuffer
+from slime_core.data.pop_first import PopFirstFilter
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import DataError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.image import Image
 from slime_core.types.sample import Status
+from slime_sources.files import FilesSource
+from slime_sources.files_config import FilesConfig
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
 
@@ -120,7 +120,7 @@ def test_the_last_turn_alone(collected, tokenizer):
 
 
 class Squares:
-    """As `slime_core.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
+    """As `slime_models.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
 
     token_id, video_token_id = 2, -1
 
@@ -169,7 +169,7 @@ def test_images_are_seen_wherever_they_stand_and_never_learnt(collected, tokeniz
 
 
 class Halves:
-    """As `slime_core.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
+    """As `slime_models.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
 
     def read_file(self, data, name):
         return Image(data=data, name=name, frames=4, seconds=(0.25, 1.25))

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 import numpy as np
 import pytest
 
+from slime_core.algorithm.advantages import CreditRules, assign_credit
 from slime_core.contracts.advantage import CreditInputs
-from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.types.batch import TokenColumns
 
 # Uneven lengths, a tool's token, an empty response, a fully masked sample.

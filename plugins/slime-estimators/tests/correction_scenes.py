@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.loss import LossOutput, PolicyLoss
-from slime_core.objective.credit import CreditRules, assign_credit
-from slime_core.objective.loss import TokenObjective
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.batch import Batch, TokenColumns
+from slime_training.segments import LocalSegments
 
 # Sample 2 is empty, 4 fully masked, 1 and 3 hold tool tokens; 0 and 1 are one rollout.
 LENGTHS = [(3, 5), (2, 3), (1, 0), (4, 6), (2, 4), (1, 1)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slime_core.contracts.loss import LossInputs
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.batch import Batch, TokenColumns
+from slime_training.segments import LocalSegments
 
 NAMES = ("tis", "icepop", "mis", "opsm")
 

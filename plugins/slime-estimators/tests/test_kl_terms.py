@@ -11,12 +11,12 @@ import pytest
 import torch
 from correction_scenes import LENGTHS, MASKS, WHOLE, Reinforce, loss_weights, make_scene
 
-from slime_core.batch.pack import pack_micro_batch
+from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.loss import TokenObjective
+from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.advantage import AdvantageEstimator, Credit
-from slime_core.objective.credit import CreditRules, assign_credit
-from slime_core.objective.loss import TokenObjective
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.batch import TokenColumns
+from slime_training.segments import LocalSegments
 
 NAMES = ("k1", "k2", "k3", "low_var_kl")
 SPLIT = [[0, 2], [3, 5], [4, 1]]

@@ -18,9 +18,9 @@ from correction_scenes import (
     train,
 )
 
+from slime_core.algorithm.advantages import CreditRules, assign_credit
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.needs import Need
-from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.types.batch import TokenColumns
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")

@@ -11,7 +11,7 @@ from correction_scenes import MASKS, SPLITS, assert_same, expected_gradient, los
 
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.loss import LossInputs
-from slime_core.objective.segments import LocalSegments
+from slime_training.segments import LocalSegments
 
 CASES = {
     "tis": ("tis", {}, 0.0, 2.0),

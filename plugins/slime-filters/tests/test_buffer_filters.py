@@ -4,9 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_core.buffer.item import BufferItem, ItemKind
 from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.errors import DataError
+from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, VersionSpan
 from slime_filters.plugin import FreshFirst, OldestFirst, Priority

@@ -3,11 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.batch.assemble import assemble
-from slime_core.batch.denominators import loss_weights
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.loss_weights import loss_weights
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import FilterDecision
-from slime_core.rollout.judging import judge, marked
+from slime_core.rollout.group_filtering import judge, marked
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_filters.plugin import Length, NonzeroStd, OverlongFilter, PassRateBand

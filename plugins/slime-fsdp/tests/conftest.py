@@ -29,16 +29,17 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.pack_images import PixelCache
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
-from slime_core.image_processor import ImageProcessor
-from slime_core.testing.tiny_vision import image_batch, image_samples, make_tiny_vision_model
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.backend import ObjectiveOutput
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.types.batch import TokenColumns
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.plugin import Fsdp
+from slime_models.image_processor import ImageProcessor
+from slime_models.pack_images import PixelCache
+from slime_plugin_kit.tiny_vision import image_batch, image_samples, make_tiny_vision_model
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 transformers.logging.disable_progress_bar()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.attention import attend_blocks, block_cuts, plan_attention
+from slime_training.segment_table import whole_sequences, zigzag_part
 
 CPU = torch.device("cpu")
 

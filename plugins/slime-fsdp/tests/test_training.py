@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.config.train import OptimizerConfig
+from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
 from slime_fsdp.optimizer import learning_rate
 

@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.pack_images import PixelCache
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import ObjectiveOutput, TrainerSetup
-from slime_core.image_processor import ImageProcessor
-from slime_core.testing.tiny_vision import (
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.contracts.backend import ObjectiveOutput
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import TrainerSetup
+from slime_fsdp.backend import FsdpBackend
+from slime_fsdp.config import FsdpConfig
+from slime_models.image_processor import ImageProcessor
+from slime_models.pack_images import PixelCache
+from slime_plugin_kit.tiny_vision import (
     IMAGE_TOKEN,
     image_batch,
     image_log_probs_of,
@@ -27,8 +30,6 @@ from slime_core.testing.tiny_vision import (
     video_prompt,
     with_stand_in,
 )
-from slime_fsdp.backend import FsdpBackend
-from slime_fsdp.config import FsdpConfig
 
 
 @pytest.fixture(scope="module")

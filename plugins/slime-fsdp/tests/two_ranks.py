@@ -20,9 +20,9 @@ from torch.multiprocessing import start_processes
 
 from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
 from slime_core.errors import ModelError, StorageError
-from slime_core.training import saved_model
 from slime_fsdp import export
 from slime_fsdp.gather import gathered
+from slime_training import saved_model
 
 ROUNDED = {
     "precision": "bfloat16",

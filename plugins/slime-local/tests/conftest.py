@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_local.plugin import Local
 
 # The suite is collected with importlib, which does not put its folder on the path.

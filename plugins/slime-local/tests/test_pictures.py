@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.contracts.engine import Capability, EngineSetup
+from slime_core.contracts.engine import Capability
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineRefused
-from slime_core.image_processor import ImageProcessor
-from slime_core.testing.tiny_model import buckets_of, make_tiny_model, moved
-from slime_core.testing.tiny_vision import (
+from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_local.config import LocalConfig
+from slime_local.engine import LocalEngine
+from slime_models.image_processor import ImageProcessor
+from slime_plugin_kit.tiny_model import buckets_of, make_tiny_model, moved
+from slime_plugin_kit.tiny_vision import (
     MAX_LENGTH,
     image_log_probs_of,
     image_prompt,
@@ -22,9 +26,6 @@ from slime_core.testing.tiny_vision import (
     video_prompt,
     with_stand_in,
 )
-from slime_core.types.completion import GenerateRequest, SamplingParams
-from slime_local.config import LocalConfig
-from slime_local.engine import LocalEngine
 
 IMAGES = [noise(8, 8, 0), noise(20, 9, 1), noise(8, 8, 2)]
 

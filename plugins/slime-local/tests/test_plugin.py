@@ -56,7 +56,7 @@ async def test_weights_of_another_shape(tmp_path, engines):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from slime_core.testing.tiny_model import make_tiny_model
+    from slime_plugin_kit.tiny_model import make_tiny_model
 
     file = make_tiny_model(tmp_path / "tiny") / "model.safetensors"
     tensors = load_file(file)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_core.testing.rank_server import RankServer
+from slime_plugin_kit.rank_server import RankServer
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -118,7 +118,7 @@ class Project:
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory):
-    from slime_core.testing.tiny_model import make_tiny_model
+    from slime_plugin_kit.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "base")
 

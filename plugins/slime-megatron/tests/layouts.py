@@ -1,4 +1,4 @@
-"""Run as a script, served by slime_core.testing.rank_server: one optimiser step of each case that it is told, over gloo.
+"""Run as a script, served by slime_plugin_kit.rank_server: one optimiser step of each case that it is told, over gloo.
 
 The ranks of a case are forked after the imports, which take longer than all the rest. Each leaves `NAME/rank_R.pt` in the
 folder `out`: its scores, what it reports, and, from the first rank, weights before and after.
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from slime_core.config.train import OptimizerConfig
-from slime_core.contracts.backend import RoutingReplay
-from slime_core.testing.ranks_script import serve
-from slime_core.testing.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.setup import RoutingReplay
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.ranks_script import serve
+from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 
 SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
 # A large epsilon: without it rounding turns the direction where a gradient is next to nothing.

@@ -8,11 +8,11 @@ import torch
 
 from slime_core import groups
 from slime_core.registry import Registry
-from slime_core.testing.case import Subject
-from slime_core.testing.recipes import dressed
-from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_training import Place, TrainingBatch, opened
-from slime_core.testing.trial import Trial
+from slime_plugin_kit.case import Subject
+from slime_plugin_kit.recipes import dressed
+from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_training import Place, TrainingBatch, opened
+from slime_plugin_kit.trial import Trial
 
 pytestmark = pytest.mark.megatron
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_core.new_model import ModelSizes, new_model
-from slime_core.testing.tiny_model import ALPHABET, MAX_LENGTH
+from slime_models.new_model import ModelSizes, new_model
+from slime_plugin_kit.tiny_model import ALPHABET, MAX_LENGTH
 
 pytestmark = pytest.mark.megatron
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from families import load_family, make_family
 
-from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

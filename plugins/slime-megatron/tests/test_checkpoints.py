@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from families import make_family
 from safetensors.torch import load_file
 
+from slime_core.algorithm.loss import TokenObjective
 from slime_core.errors import CheckpointError
-from slime_core.objective.loss import TokenObjective
-from slime_core.testing.objectives import EVERY_NEED
-from slime_core.testing.tiny_training import ADAM, SGD, Place, SquaredError, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.objectives import EVERY_NEED
+from slime_plugin_kit.tiny_training import ADAM, SGD, Place, SquaredError, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

@@ -12,10 +12,10 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from slime_core.config.bound import PartSpec
-from slime_core.convert import convert
+from slime_core.config.part import PartSpec
 from slime_core.errors import CheckpointError, ModelError
 from slime_core.registry import Registry
+from slime_models.convert import convert
 
 pytestmark = pytest.mark.megatron
 
@@ -38,7 +38,7 @@ class HereExecutor(Executor):
 def without_workers():
     """They are tested with the command."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slime_core.convert.ProcessPoolExecutor", HereExecutor)
+        patch.setattr("slime_models.convert.ProcessPoolExecutor", HereExecutor)
         yield
     # Not at the top: other targets collect this file where Megatron is not installed.
     from megatron.core import parallel_state

@@ -12,9 +12,9 @@ from families import FAMILIES, load_family, make_family
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError, ModelError
-from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.bridges.bridge import choosers_of
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

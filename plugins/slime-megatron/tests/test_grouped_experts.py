@@ -10,11 +10,11 @@ import pytest
 import torch
 from families import make_family
 
+from slime_core.algorithm.loss import TokenObjective
 from slime_core.errors import ConfigError
-from slime_core.objective.loss import TokenObjective
-from slime_core.testing.objectives import EVERY_NEED
-from slime_core.testing.tiny_training import SPLITS, Place, SquaredError, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.objectives import EVERY_NEED
+from slime_plugin_kit.tiny_training import SPLITS, Place, SquaredError, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

@@ -108,8 +108,8 @@ def test_what_megatron_itself_refuses(tmp_path):
     """Of options that it judges itself, when it makes its records and when it builds the model."""
     from families import make_family
 
-    from slime_core.config.train import OptimizerConfig
-    from slime_core.testing.tiny_training import Place, opened
+    from slime_core.contracts.optimizer import OptimizerConfig
+    from slime_plugin_kit.tiny_training import Place, opened
 
     folder = make_family(tmp_path / "model", "qwen3")
     for asked, told in (

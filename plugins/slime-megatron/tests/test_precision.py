@@ -10,9 +10,9 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError
-from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_training import ADAM, MASKED, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_training import ADAM, MASKED, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

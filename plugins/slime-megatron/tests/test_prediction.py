@@ -12,12 +12,12 @@ from test_layouts import CP2, EP2, PP2, SP2, VPP2, assert_close, gradients
 from test_routing_replay import as_in_folders
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.config.bound import PartSpec
-from slime_core.convert import convert
+from slime_core.config.part import PartSpec
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
-from slime_core.testing.tiny_training import PROMPTS, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_models.convert import convert
+from slime_plugin_kit.tiny_training import PROMPTS, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

@@ -10,10 +10,11 @@ from families import COMMON, FAMILIES, load_family, make_family
 from layouts import LARGE_STEPS, with_expert_ids
 from test_layouts import CP2, EP2, PP2, SP2, VPP2, assert_close, gradients, joined
 
-from slime_core.contracts.backend import REFERENCE, RoutingReplay
+from slime_core.contracts.backend import REFERENCE
+from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import ConfigError, ModelError, TrainingError
-from slime_core.testing.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 from slime_megatron.plugin import Megatron
+from slime_plugin_kit.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
 
 pytestmark = pytest.mark.megatron
 

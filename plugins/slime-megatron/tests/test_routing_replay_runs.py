@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.buffer.table import read_groups
+from slime_core.data.table import read_groups
 
 pytestmark = pytest.mark.megatron
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from slime_core.algorithm.loss import TokenObjective
 from slime_core.contracts.loss import LossInputs
 from slime_core.contracts.needs import Need
-from slime_core.objective.loss import TokenObjective
-from slime_core.objective.segments import LocalSegments
 from slime_core.types.microbatch import LossColumns, MicroBatch
+from slime_training.segments import LocalSegments
 
 
 def inputs_of(values, old, returns, mask=None, dtype=torch.float64):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from slime_core import API_VERSION
+from slime_core.algorithm.advantages import CreditRules, assign_credit
 from slime_core.config.algo import AlgoConfig
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.algorithm import Recipe
-from slime_core.objective.credit import CreditRules, assign_credit
 from slime_core.types.batch import TokenColumns
 
 ALGORITHMS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")

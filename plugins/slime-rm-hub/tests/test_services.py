@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, ServedModel
 from slime_core.errors import ConfigError
 from slime_core.rollout.rewards import OwnLimit, RewardPool

@@ -9,8 +9,8 @@ from router_script import Held, answer, request, settle, start
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError, EngineUnavailable
 from slime_core.rollout.client import EngineClient
-from slime_core.testing.fast_clock import run_fast
 from slime_core.types.completion import SamplingParams
+from slime_plugin_kit.fast_clock import run_fast
 from slime_router.errors import TooManyRequests
 from slime_router.plugin import LoadBalance, Priority, RateLimit, Retry, SessionAffinity
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.serving.listener import listen
 from slime_search_r1.server.app import create_app
 from slime_search_r1.server.index import Index
 from slime_search_r1.server.serve import BACKLOG, server_of
+from slime_serving.listener import listen
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from retrieval_servers import scripted, searching
 
-from slime_core.new_model import END, character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status, VersionSpan
+from slime_models.new_model import END, character_tokenizer
 from slime_search_r1.document import Document
 from slime_search_r1.errors import RetrievalUnavailable
 from slime_search_r1.generator import SearchR1Generator

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.testing.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_sglang.plugin import Sglang
 
 # The suite is collected with importlib, which does not put its folder on the path.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.in_flight import RequestsInFlight
 

@@ -20,9 +20,9 @@ from spread_models import LATENT, MIXTURE, SMALL, Layout, files_of
 from transformers import AutoConfig
 
 from slime_core import groups
-from slime_core.config.bound import PartSpec
+from slime_core.config.part import PartSpec
 from slime_core.registry import Registry
-from slime_core.testing.converted_folder import converted_folder
+from slime_plugin_kit.converted_folder import converted_folder
 from slime_sglang.transports.flat import flat_buckets
 
 BLOCK = 8

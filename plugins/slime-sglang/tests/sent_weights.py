@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
 from slime_sglang.transports.partner import Partner, serve_partner
 

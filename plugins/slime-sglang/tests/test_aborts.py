@@ -4,8 +4,8 @@ import asyncio
 
 from engine_setup import requests_of, short_request
 
-from slime_core.testing.fast_clock import run_fast
 from slime_core.types.completion import FinishReason
+from slime_plugin_kit.fast_clock import run_fast
 
 CALL_S = 0.01
 

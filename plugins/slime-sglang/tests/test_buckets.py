@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime_core.errors import EngineError
-from slime_core.testing.tiny_model import buckets_of, load_plain, named_weights
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_sglang.buckets import BucketOrder, payload
 
 ALLOWED = ("builtins", "functools", "types", "torch", "collections")

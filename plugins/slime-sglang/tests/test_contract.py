@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from slime_core.testing.model_kinds import ENGINES
-from slime_core.testing.suites import engines
+from slime_plugin_kit.model_kinds import ENGINES
+from slime_plugin_kit.suites import engines
 
 
 class AttachedCase:

@@ -10,8 +10,8 @@ from engine_setup import requests_of, setup_for, short_request
 from fake_sglang import FakeSglang
 
 from slime_core.errors import EngineError
-from slime_core.testing.fast_clock import run_fast
-from slime_core.testing.tiny_model import buckets_of, load_plain, named_weights
+from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_sglang.connection import Connection, new_pool
 from slime_sglang.fleet import Fleet
 from slime_sglang.plugin import Sglang

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
 from slime_sglang.transports.equality import EqualityCheck

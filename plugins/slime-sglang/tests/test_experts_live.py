@@ -9,8 +9,8 @@ from engine_setup import setup_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_core.contracts.engine import Capability
-from slime_core.testing.tiny_model import buckets_of, checksum_of, moved
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_plugin_kit.tiny_model import buckets_of, checksum_of, moved
 from slime_sglang.plugin import Sglang
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 

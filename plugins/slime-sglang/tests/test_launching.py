@@ -211,7 +211,7 @@ def test_an_end_of_its_own_is_told_as_such(setup):
 
 async def test_the_watch_ends_requests(setup, fake, tiny):
     """A server that is killed: those who wait hear of it at once, with its log."""
-    from slime_core.testing.tiny_serving import ask
+    from slime_plugin_kit.tiny_serving import ask
 
     engine = Sglang.build(Sglang.Config())
     model_info = replace(setup, model_path=tiny)

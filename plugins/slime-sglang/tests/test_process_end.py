@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_core import process_end
 from slime_core.errors import EngineError
-from slime_core.process_end import has_ended
+from slime_serving import process_group as process_end
+from slime_serving.process_group import has_ended
 from slime_sglang.process import ServerProcess
 
 MAIN = """

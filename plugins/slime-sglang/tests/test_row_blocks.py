@@ -7,7 +7,7 @@ import sys
 def test_linear_layers_use_them():
     code = (
         "import torch\n"
-        "import slime_core.invariant.products as products\n"
+        "import slime_training.batch_invariant.products as products\n"
         "import slime_sglang.server.row_blocks as module\n"
         "calls = []\n"
         "multiply = products.multiply\n"

@@ -12,10 +12,10 @@ from through_middlewares import require_middlewares
 
 from slime_core.contracts.engine import Capability
 from slime_core.errors import EngineError
-from slime_core.launch.local import STOP_S
-from slime_core.testing.tiny_model import buckets_of, load_plain, log_probs_of, moved, named_weights, prompts
-from slime_core.testing.tiny_serving import ask, long, tokens_of
 from slime_core.types.completion import FinishReason
+from slime_core.workers.local import STOP_S
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, log_probs_of, moved, named_weights, prompts
+from slime_plugin_kit.tiny_serving import ask, long, tokens_of
 from slime_sglang.plugin import Sglang
 
 pytestmark = pytest.mark.sglang

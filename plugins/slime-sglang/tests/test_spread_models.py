@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from slime_core.testing.tiny_model import checksum_of
+from slime_plugin_kit.tiny_model import checksum_of
 
 pytestmark = pytest.mark.sglang
 

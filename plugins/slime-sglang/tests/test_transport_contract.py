@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_core.testing.rollout_kinds import TRANSPORTS
-from slime_core.testing.suites import transports
+from slime_plugin_kit.rollout_kinds import TRANSPORTS
+from slime_plugin_kit.suites import transports
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 

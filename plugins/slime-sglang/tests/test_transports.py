@@ -16,7 +16,8 @@ import pytest
 import torch
 from sent_weights import Engine, weights
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.server import loading
 from slime_sglang.transports import folder, handles

@@ -12,8 +12,8 @@ from engine_setup import setup_for
 
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
-from slime_core.testing.tiny_model import load_plain, log_probs_of, moved, prompts
-from slime_core.testing.tiny_serving import NATS, ask, tokens_of
+from slime_plugin_kit.tiny_model import load_plain, log_probs_of, moved, prompts
+from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
 from slime_sglang.plugin import Sglang
 from slime_sglang.process import free_port
 from slime_sglang.transports.equality import EqualityCheck

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.pop_first import PopFirstFilter
-from slime_core.buffer.render import PromptRenderer
+from slime_core.data.buffer import DataBuffer
+from slime_core.data.pop_first import PopFirstFilter
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
-from slime_core.testing.scripted_rollout import tokenizer
 from slime_core.types.sample import Sample, SampleGroup
+from slime_plugin_kit.scripted_rollout import tokenizer
 from slime_sources.plugin import CurriculumConfig, GeneratedConfig, StreamConfig, generated_by, prompts
 from slime_sources.row_reader import LineReader
 from slime_sources.stream import StreamSource

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from slime_core.contracts.tracker import RunInfo, Tracker
+from slime_core.controller.jsonl import JsonlTracker
 from slime_core.errors import ConfigError, StorageError
-from slime_core.tracking.jsonl import JsonlTracker
 from slime_track import curves
 from slime_track.plugin import Curves
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from slime_agents.served.agents import AgentFailed
-from slime_core.buffer.render import PromptRenderer
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, EngineError, PluginError
-from slime_core.new_model import character_tokenizer
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.testing.scripted_engine import ScriptedEngine
-from slime_core.testing.scripted_rollout import client_of
 from slime_core.types.completion import FinishReason, SamplingParams
 from slime_core.types.sample import Status
+from slime_models.new_model import character_tokenizer
+from slime_plugin_kit.scripted_engine import ScriptedEngine
+from slime_plugin_kit.scripted_rollout import client_of
 from slime_verifiers.plugin import Verifiers, VerifiersConfig, VerifiersTasks, VerifiersTasksConfig
 
 pytestmark = pytest.mark.runs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.buffer.table import read_groups
-from slime_core.new_model import ModelSizes, new_model
+from slime_core.data.table import read_groups
+from slime_models.new_model import ModelSizes, new_model
 
 pytestmark = pytest.mark.runs
 

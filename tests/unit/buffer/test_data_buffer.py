@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_core.buffer.buffer import DataBuffer
-from slime_core.buffer.item import BufferItem, ItemKind
-from slime_core.buffer.plugin import Files, PopFirst
-from slime_core.buffer.render import PromptRenderer
 from slime_core.contracts.filter import BufferFilter, Versions
+from slime_core.data.buffer import DataBuffer
+from slime_core.data.plugin import PopFirst
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types import Prompt, Sample, Status, VersionSpan
+from slime_core.types.buffer_item import BufferItem, ItemKind
+from slime_sources.files_plugin import Files
 
 
 class Choose(BufferFilter):

@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from slime_core.buffer.plugin import Files, FilesConfig
-from slime_core.buffer.render import PromptRenderer
 from slime_core.contracts.source import DataSource
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError
+from slime_sources.files_config import FilesConfig
+from slime_sources.files_plugin import Files
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_small_files_are_checked_at_the_start_and_large_ones_are_not(source, jso
     path = jsonl([*rows(5), {"no": "input"}])
     with pytest.raises(DataError, match=r'line 6: no key "input"'):
         source(path)
-    monkeypatch.setattr("slime_core.buffer.files.EAGER_ROWS", 5)
+    monkeypatch.setattr("slime_sources.files.EAGER_ROWS", 5)
     drawn = source(path)
     assert texts(drawn, 5) == list("01234")
     with pytest.raises(DataError, match=r'line 6: no key "input"'):
@@ -250,7 +251,7 @@ def test_what_the_config_accepts(tmp_path: Path):
 
 def test_the_drivers_import_nothing_heavy():
     code = (
-        "import sys, slime_core.buffer.plugin; "
+        "import sys, slime_core.data.plugin; "
         "print(sorted({'numpy', 'pyarrow', 'torch', 'transformers', 'ray'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

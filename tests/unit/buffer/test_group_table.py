@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_core.buffer.json_text import json_text
-from slime_core.buffer.table import groups_to_table, read_groups, table_to_groups, write_groups, write_table
+from slime_core.atomic_io.json_text import json_text
+from slime_core.data.table import groups_to_table, read_groups, table_to_groups, write_groups, write_table
 from slime_core.errors import DataError, StorageError
 from slime_core.types import Image, Prompt, Sample, SampleGroup, SpanReward, Status, VersionSpan
 
@@ -248,7 +248,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch):
         Path(where).write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slime_core.buffer.table.pq.write_table", disk_full)
+    monkeypatch.setattr("slime_core.data.table.pq.write_table", disk_full)
     with pytest.raises(StorageError, match=r"x.parquet: no space left"):
         write_groups(path, [make_group(4)])
     assert list(tmp_path.iterdir()) == [path]

@@ -14,20 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from slime_core.batch.assemble import assemble
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.pack_images import PixelCache
-from slime_core.buffer.plugin import Files
-from slime_core.buffer.render import PromptRenderer
-from slime_core.buffer.table import read_groups, write_groups
-from slime_core.buffer.train_data import read_train_data, write_train_data
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.data.model_folder import load_tokenizer
+from slime_core.data.render import PromptRenderer
+from slime_core.data.table import read_groups, write_groups
+from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
-from slime_core.image_processor import ImageProcessor
-from slime_core.model_folder import load_tokenizer
-from slime_core.testing.tiny_model import make_tiny_model
-from slime_core.testing.tiny_vision import make_tiny_vision_model, noise
 from slime_core.types import Prompt, Sample, SampleGroup
 from slime_core.types.batch import TokenColumns
+from slime_models.image_processor import ImageProcessor
+from slime_models.pack_images import PixelCache
+from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_plugin_kit.tiny_vision import make_tiny_vision_model, noise
+from slime_sources.files_plugin import Files
 
 PAD = 4
 SMALL, WIDE = noise(8, 8, 0), noise(32, 16, 1)
@@ -203,7 +203,7 @@ def some_groups(renderer):
 @pytest.mark.parametrize("together", [2**28, 700, 1])
 def test_groups_hold_each_image_once_in_a_file(some_groups, tmp_path, monkeypatch, together):
     """However many row groups there are: Arrow could not read one of more than 2 GiB."""
-    monkeypatch.setattr("slime_core.buffer.table.IMAGE_BYTES_TOGETHER", together)
+    monkeypatch.setattr("slime_core.data.table.IMAGE_BYTES_TOGETHER", together)
     write_groups(tmp_path / "groups.parquet", some_groups)
     read = read_groups(tmp_path / "groups.parquet")
     assert [group.prompt.images for group in read] == [group.prompt.images for group in some_groups]

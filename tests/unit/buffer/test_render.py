@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from slime_core.buffer.render import PromptRenderer
+from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
 
 TOOLS = [{"name": "search"}, {"name": "run"}]

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from slime_core.buffer.train_data import read_train_data, train_data_file, write_train_data
+from slime_core.data.train_data import read_train_data, train_data_file, write_train_data
 from slime_core.errors import DataError
 from slime_core.types.batch import TokenColumns
 
@@ -22,7 +22,7 @@ def same(one, other):
 @pytest.mark.parametrize("with_spans", [False, True])
 @pytest.mark.parametrize("most", [2**31 - 1, 3], ids=["", "more than 32 bits count"])
 def test_a_round_trip(make_batch, tmp_path, monkeypatch, with_spans, most):
-    monkeypatch.setattr("slime_core.buffer.train_data.MOST_IN_LISTS", most)
+    monkeypatch.setattr("slime_core.data.train_data.MOST_IN_LISTS", most)
     batch = make_batch([(2, 3), (1, 0), (4, 2)], reward=[1.0, np.nan, -0.0])
     if with_spans:
         batch = replace(batch, token_reward=np.array([0, 0.5, 0, -1, 0], np.float32))

@@ -14,22 +14,22 @@ import PIL.Image
 import pytest
 import torch
 
-from slime_core.batch.assemble import assemble
-from slime_core.batch.pack import pack_micro_batch
-from slime_core.batch.pack_images import PixelCache
-from slime_core.buffer.plugin import Files
-from slime_core.buffer.render import PromptRenderer
-from slime_core.buffer.table import read_groups, write_groups
-from slime_core.buffer.train_data import read_train_data, write_train_data
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.data.model_folder import load_tokenizer
+from slime_core.data.render import PromptRenderer
+from slime_core.data.table import read_groups, write_groups
+from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
-from slime_core.image_processor import ImageProcessor
-from slime_core.model_folder import load_tokenizer
-from slime_core.new_model import ModelSizes
-from slime_core.new_vision_model import VisionSizes, new_vision_model
-from slime_core.testing.tiny_vision import noise
 from slime_core.types import Sample, SampleGroup
 from slime_core.types.batch import TokenColumns
-from slime_core.video_reader import VideoReader
+from slime_models.image_processor import ImageProcessor
+from slime_models.new_model import ModelSizes
+from slime_models.new_vision_model import VisionSizes, new_vision_model
+from slime_models.pack_images import PixelCache
+from slime_models.video_reader import VideoReader
+from slime_plugin_kit.tiny_vision import noise
+from slime_sources.files_plugin import Files
 
 PATCH = 4
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -192,7 +192,7 @@ def test_a_damaged_row_can_be_left_out(renderer, tmp_path):
 def test_without_pyav_it_says_what_to_type(renderer, monkeypatch):
     assert importlib.metadata.version("av")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ModelError, match=r'pip install "slime-core\[video\]"'):
+    with pytest.raises(ModelError, match=r'pip install "slime-rl\[video\]"'):
         render(renderer, input="<video>", clips=b"any")
 
 

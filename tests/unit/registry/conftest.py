@@ -23,7 +23,7 @@ class Site:
         modules: Mapping[str, str] | None = None,
         *,
         version: str = "0.1.0",
-        requires: str | None = "slime-core>=0.1,<0.2",
+        requires: str | None = "slime-rl>=0.2,<0.3",
     ) -> Path:
         """Installs it: `entry_points` is group to name to target, `modules` is module to source. Returns the metadata
         folder."""

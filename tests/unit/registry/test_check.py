@@ -4,6 +4,7 @@ import pytest
 
 from slime_core import groups
 from slime_core.registry import Registry
+from slime_plugin_kit.inspection import inspect_entries
 
 HEAD = """
 from pydantic import ConfigDict, Field
@@ -20,7 +21,7 @@ class Good(LossDriver):
 
 def check(site, entry_points, source, **options):
     site.add("acme-slime", entry_points, {"acme_check": HEAD + source}, **options)
-    findings = Registry(allow=["acme-slime"]).check()
+    findings = inspect_entries(Registry(allow=["acme-slime"]))
     return {(f.entry.group, f.entry.name): f.problems for f in findings if f.entry.dist == "acme-slime"}
 
 
@@ -49,7 +50,8 @@ def flat(inputs): ...
             groups.HOOKS: {"watch": "acme_check:Watch"},
         },
         source
-        + "from slime_core.hookspecs import hookimpl\nclass Watch:\n    @hookimpl\n    def run_end(self, event): ...\n",
+        + "from slime_core.contracts.hookspecs import hookimpl\n"
+        + "class Watch:\n    @hookimpl\n    def run_end(self, event): ...\n",
     )
     assert found == dict.fromkeys(found, ())
     assert len(found) == 4
@@ -109,13 +111,13 @@ def test_heavy_imports_are_found_in_a_fresh_interpreter(site):
     )
     (site.folder / "ray_like.py").write_text("")
     (site.folder / "torch.py").write_text("")
-    (finding,) = [f for f in Registry(allow=["acme-slime"]).check() if f.entry.dist == "acme-slime"]
+    (finding,) = [f for f in inspect_entries(Registry(allow=["acme-slime"])) if f.entry.dist == "acme-slime"]
     assert finding.problems == ("importing acme_heavy imports torch: move that into build()",)
 
 
 def test_a_module_that_exits_at_import_is_one_finding(site):
     site.add("acme-slime", {groups.LOSSES: {"mine": "acme_dies:X"}}, {"acme_dies": "import os\nraise SystemExit(0)"})
-    (finding,) = [f for f in Registry(allow=["acme-slime"]).check() if f.entry.dist == "acme-slime"]
+    (finding,) = [f for f in inspect_entries(Registry(allow=["acme-slime"])) if f.entry.dist == "acme-slime"]
     assert "SystemExit: 0" in finding.problems[0]
 
 
@@ -159,8 +161,8 @@ WRONG, OTHER = recipe("critic", critic_loss="mined"), recipe("judge")
 @pytest.mark.parametrize(
     ("requires", "said"),
     [
-        (None, "acme-slime does not depend on slime-core: add a range"),
-        ("slime-core>=7", "acme-slime asks for slime-core>=7, but slime-core"),
+        (None, "acme-slime does not depend on slime-rl: add a range"),
+        ("slime-rl>=7", "acme-slime asks for slime-rl>=7, but slime-rl"),
     ],
 )
 def test_the_required_slime_core_is_checked(site, requires, said):
@@ -175,6 +177,8 @@ def test_plugin_files_are_checked_too_but_may_import_anything(site, tmp_path):
         "import torch\nfrom slime_core.plugin import kl, reward\n@kl('a')\ndef a(x, y): return x - y\n"
         "@reward('b')\ndef b(one, two): return 0.0\n"
     )
-    found = {f.entry.name: f.problems for f in Registry([path], allow=[]).check() if f.entry.dist == "quick.py"}
+    found = {
+        f.entry.name: f.problems for f in inspect_entries(Registry([path], allow=[])) if f.entry.dist == "quick.py"
+    }
     assert found["a"] == ()
     assert "the function b(one, two) has other parameters" in found["b"][0]

@@ -9,18 +9,19 @@ from typing import get_type_hints
 
 import pytest
 
-from slime_core import groups, hookspecs
+from slime_core import groups
+from slime_core.contracts import hookspecs
+from slime_core.contracts.hookspecs import HOOK_NAMES, HookSpecs, Run, RunEnd, RunStart, hookimpl
 from slime_core.errors import PluginError
-from slime_core.hooks import Hooks
-from slime_core.hookspecs import HOOK_NAMES, HookSpecs, Run, RunEnd, RunStart, hookimpl
 from slime_core.registry import Registry
+from slime_core.registry.hooks import Hooks
 
 RUN = Run(name="r", run_dir=Path("/runs/r"), config={"seed": 1})
 START = RunStart(run=RUN, rollout_id=0, version=0)
 END = RunEnd(run=RUN, rollout_id=3, version=3)
 
 OBSERVER = """
-from slime_core.hookspecs import hookimpl
+from slime_core.contracts.hookspecs import hookimpl
 seen = []
 
 @hookimpl
@@ -186,7 +187,7 @@ class NeedsArguments:
         (Async, "step_trained is async or a generator"),
         (Generates, "step_trained is async or a generator"),
         (Wraps, "step_trained is a wrapper"),
-        (Unmarked, "no function is marked with slime_core.hookspecs.hookimpl"),
+        (Unmarked, "no function is marked with slime_core.contracts.hookspecs.hookimpl"),
         (NeedsArguments, "the class cannot be made without arguments"),
     ],
 )

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from slime_core import groups
-from slime_core.entry import Entry, by_distribution
 from slime_core.errors import PluginError
 from slime_core.registry import Registry, Status
+from slime_core.registry.entry import Entry, by_distribution
 
 BOMB = "raise SystemExit('imported')"
 
@@ -130,7 +130,7 @@ def test_deny_and_allow_lists(site):
     ):
         denied.find(groups.REWARDS, "a", where="reward.name")
     allowed = Registry.from_environment(environ={"SLIME_PLUGINS_ALLOW": "acme-slime, "})
-    assert {e.dist for e in allowed.entries()} <= {"acme-slime", "slime-core"}
+    assert {e.dist for e in allowed.entries()} <= {"acme-slime", "slime-rl"}
     with pytest.raises(PluginError, match=r"beta-slime is not in SLIME_PLUGINS_ALLOW"):
         allowed.find(groups.REWARDS, "b", where="reward.name")
 

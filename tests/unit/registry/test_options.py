@@ -9,9 +9,9 @@ from pydantic import Field, ValidationError, model_validator
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.loss import LossDriver
 from slime_core.contracts.paths import RunPath
-from slime_core.entry import Entry
 from slime_core.errors import ConfigError
 from slime_core.registry import Resolved, bind
+from slime_core.registry.entry import Entry
 from slime_core.registry.options import describe
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from slime_core import groups
 from slime_core.errors import PluginError
-from slime_core.hooks import Hooks
-from slime_core.plugin_file import PluginFile
 from slime_core.registry import Registry, Status
+from slime_core.registry.hooks import Hooks
+from slime_core.registry.plugin_file import PluginFile
 
 TEXT = '''
 """A quick idea."""

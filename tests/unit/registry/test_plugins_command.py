@@ -42,7 +42,7 @@ from pydantic import Field
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.loss import LossDriver
-from slime_core.hookspecs import hookimpl
+from slime_core.contracts.hookspecs import hookimpl
 
 class Config(DriverConfig):
     eps: float = Field(0.2, gt=0)

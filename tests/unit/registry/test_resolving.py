@@ -69,7 +69,7 @@ def test_its_own_module_missing_means_a_damaged_installation(site):
     assert "its own module acme_gone is missing. Reinstall acme-slime" in str(resolve_error(groups.LOSSES, "mine"))
 
 
-@pytest.mark.parametrize(("version", "who"), [(API_VERSION + 1, "slime-core"), (API_VERSION - 1, "acme-slime")])
+@pytest.mark.parametrize(("version", "who"), [(API_VERSION + 1, "slime-rl"), (API_VERSION - 1, "acme-slime")])
 def test_another_version_of_the_contracts_says_who_must_upgrade(site, version, who):
     source = LOSS.replace("'''Mine.'''", f"api_version = {version}")
     site.add("acme-slime", {groups.LOSSES: {"mine": "acme_version:Mine"}}, {"acme_version": source})

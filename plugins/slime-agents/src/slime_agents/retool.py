@@ -13,9 +13,9 @@ import numpy.typing as npt
 from slime_agents.sandbox import Execution, Interpreter, Outcome
 from slime_agents.tool_text import between, shortened
 from slime_core.contracts.generator import Episode, Generator
-from slime_core.rollout.trajectory import Trajectory, decode
 from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Sample, Status
+from slime_core.types.trajectory import Trajectory, decode
 
 if TYPE_CHECKING:
     from slime_agents.plugin import RetoolConfig

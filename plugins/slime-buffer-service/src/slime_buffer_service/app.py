@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from slime_buffer_service.board import Board, Full, Ticket
 from slime_buffer_service.judgement import Refused, sample_of
 from slime_buffer_service.messages import AddSamples, Generate, GetSamples, Message, Trajectory
-from slime_core.serving.gate import Gate
+from slime_serving.gate import Gate
 
 RETRY_AFTER_S: Final = 1
 M = TypeVar("M", bound=Message)

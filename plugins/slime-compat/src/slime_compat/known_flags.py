@@ -111,7 +111,7 @@ MISSING: Final[Mapping[str, Missing]] = {
         "a group filter (slime.filters); the reward, filter and generator compat know remove_sample", "slime new"
     ),
     "rollout-all-samples-process-path": hook(
-        "an observer, hook groups_finished", "slime_core/hookspecs.py", trains=False
+        "an observer, hook groups_finished", "slime_core/contracts/hookspecs.py", trains=False
     ),
     "custom-reward-post-process-path": hook("an advantage estimator or a shaper (slime.advantages)", "slime-grpo"),
     "custom-convert-samples-to-train-data-path": hook("a generator whose samples have these columns", "slime-agents"),

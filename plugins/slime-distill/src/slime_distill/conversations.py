@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from slime_core.buffer.render import VIDEO_MARK, timed_mark, with_features, with_times
 from slime_core.contracts.collector import Collector
+from slime_core.data.render import VIDEO_MARK, timed_mark, with_features, with_times
 from slime_core.errors import DataError, ModelError, RolloutError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
@@ -31,7 +31,7 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 
 
-class ConversationGroups(Collector):
+class ConversationGroups(Collector["RolloutContext"]):
     """Takes rows from the buffer in its order. With messages (`data.apply_chat_template`) the assistant's turns are
     learnt, the label being the last one if the row ends before it; without, the label and the end token after it.
 

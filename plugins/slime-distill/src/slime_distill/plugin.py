@@ -128,7 +128,7 @@ class Conversations(CollectorDriver):
     Config = ConversationsConfig
 
     @classmethod
-    def build(cls, config: ConversationsConfig) -> Collector:
+    def build(cls, config: ConversationsConfig) -> "Collector[RolloutContext]":
         from slime_distill import conversations
 
         return conversations.ConversationGroups(last_turn_only=config.loss_mask_type == "last_assistant")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slime_core.contracts.filter import BufferFilter, Versions
 
 if TYPE_CHECKING:
-    from slime_core.buffer.item import BufferItem
+    from slime_core.types.buffer_item import BufferItem
 
 
 class FreshFirstFilter(BufferFilter):

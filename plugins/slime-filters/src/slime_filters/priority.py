@@ -11,7 +11,7 @@ from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.errors import DataError
 
 if TYPE_CHECKING:
-    from slime_core.buffer.item import BufferItem
+    from slime_core.types.buffer_item import BufferItem
     from slime_core.types.prompt import Prompt
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slime_core.training.rounded_adamw import local
+from slime_training.rounded_adamw import local
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
-from slime_core.invariant.attention import attend as invariant_attention
-from slime_core.training.attention_kernels import attend_packed, attend_short
-from slime_core.training.attention_runs import Run, runs_of
-from slime_core.training.delta_rule import RecurrencePlan
-from slime_core.training.key_gather import gather_keys
-from slime_core.training.rows import Take, TakeUnique, places_of, take
-from slime_core.training.segment_table import Int64, SegmentTable
+from slime_training.attention_kernels import attend_packed, attend_short
+from slime_training.attention_runs import Run, runs_of
+from slime_training.batch_invariant.attention import attend as invariant_attention
+from slime_training.delta_rule import RecurrencePlan
+from slime_training.key_gather import gather_keys
+from slime_training.rows import Take, TakeUnique, places_of, take
+from slime_training.segment_table import Int64, SegmentTable
 
 PACKED = "slime_packed"
 """Our name among transformers' attention implementations."""

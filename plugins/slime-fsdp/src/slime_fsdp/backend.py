@@ -15,14 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime_core.batch.zigzag import ZigzagSegments
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ModelError, unknown_name
-from slime_core.objective.segments import LocalSegments
-from slime_core.training.head import EntropyMode
-from slime_core.training.random_state import random_state
-from slime_core.training.rounded_adamw import local
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -41,6 +37,11 @@ from slime_fsdp.packed_model import Outputs, PackedModel
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
+from slime_training.context_parallel import ZigzagSegments
+from slime_training.head import EntropyMode
+from slime_training.random_state import random_state
+from slime_training.rounded_adamw import local
+from slime_training.segments import LocalSegments
 
 
 class FsdpBackend(TrainBackend):

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from slime_core.errors import CheckpointError
-from slime_core.training.joint_failure import first_failure_alone, on_all_ranks
-from slime_core.training.random_state import restore_random_state
-from slime_core.training.written_files import check_sizes, sizes_of
 from slime_fsdp.process import Ranks
+from slime_training.collective_errors import first_failure_alone, on_all_ranks
+from slime_training.random_state import restore_random_state
+from slime_training.written_files import check_sizes, sizes_of
 
 MANIFEST = "fsdp.json"
 STATE = "state"

@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from slime_core.data.model_folder import check_weights
+from slime_core.data.weight_files import dtypes_in
 from slime_core.errors import ModelError
-from slime_core.model_folder import check_weights
-from slime_core.weight_files import dtypes_in
 from slime_fsdp.attention import PACKED
 from slime_fsdp.supported_models import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime_core.training.joint_gather import gather_jointly
+from slime_training.joint_gather import gather_jointly
 
 
 # Without it each part of a tensor would go through an autograd function on the host.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
-from slime_core.training.delta_rule import RecurrencePlan, causal_conv, gated_delta_rule
+from slime_training.delta_rule import RecurrencePlan, causal_conv, gated_delta_rule
 
 
 def delta_nets(model: PreTrainedModel) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_core.training.head import EntropyMode, Found, Head
+from slime_training.head import EntropyMode, Found, Head
 
 
 def log_probs_of(

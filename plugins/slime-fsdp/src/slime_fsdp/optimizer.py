@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime_core.config.train import OptimizerConfig
+from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
-from slime_core.training.rounded_adamw import STORED, RoundedAdamW, local
 from slime_fsdp.config import FsdpConfig
+from slime_training.rounded_adamw import STORED, RoundedAdamW, local
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, options: FsdpConfig) -> torch.optim.Optimizer:

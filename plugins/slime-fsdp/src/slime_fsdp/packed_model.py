@@ -22,13 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
-from slime_core.invariant.mode import InvariantKernels
-from slime_core.invariant.products import product_shapes, require_equal_rows
-from slime_core.onednn import onednn_available, use_onednn
-from slime_core.training.file_form import is_as_in_files
-from slime_core.training.head import EntropyMode, chunk_positions
-from slime_core.training.rounded_adamw import STORED
-from slime_core.training.rows import Take
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, base_name, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
@@ -39,6 +32,13 @@ from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.supported_models import WITH_IMAGES
 from slime_fsdp.vision import hidden_states
 from slime_fsdp.wide_weights import wide_weights
+from slime_training.batch_invariant.mode import InvariantKernels
+from slime_training.batch_invariant.products import product_shapes, require_equal_rows
+from slime_training.file_form import is_as_in_files
+from slime_training.head import EntropyMode, chunk_positions
+from slime_training.onednn import onednn_available, use_onednn
+from slime_training.rounded_adamw import STORED
+from slime_training.rows import Take
 
 BRING_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of torch's operations that gather sharded weights."""

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from slime_core.batch.zigzag import split_micro_batch
 from slime_core.errors import ModelError
-from slime_core.training.attention_runs import long_on
-from slime_core.training.delta_rule import plan_recurrence
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.trainer import Trainer
 from slime_fsdp.vision import held_images, rope_positions
+from slime_training.attention_runs import long_on
+from slime_training.context_parallel import split_micro_batch
+from slime_training.delta_rule import plan_recurrence
+from slime_training.segment_table import whole_sequences, zigzag_part
 
 
 def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slime_core.contracts.backend import TrainerSetup
-from slime_core.training.process_group import group_for_saving, join_group
+from slime_core.contracts.setup import TrainerSetup
+from slime_training.process_group import group_for_saving, join_group
 
 
 @dataclass(frozen=True, kw_only=True)

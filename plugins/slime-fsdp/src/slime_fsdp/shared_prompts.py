@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from slime_core.batch.pack import ragged_positions
-from slime_core.training.segment_table import Int64, SegmentTable
+from slime_core.algorithm.packing import ragged_positions
 from slime_core.types.microbatch import MicroBatch
+from slime_training.segment_table import Int64, SegmentTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

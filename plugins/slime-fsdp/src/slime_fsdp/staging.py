@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slime_core.training.host_memory import HostCopy
-from slime_core.training.rounded_adamw import local
+from slime_training.host_memory import HostCopy
+from slime_training.rounded_adamw import local
 
 
 class Staging:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.contracts.backend import Layout, TrainerSetup
+from slime_core.contracts.backend import Layout
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
-from slime_core.training.parking import TrainerParking
 from slime_fsdp.adapters import values_without_effect
 from slime_fsdp.config import FsdpConfig, layout_of
 from slime_fsdp.folder import ModelFolder, open_folder
@@ -20,6 +20,7 @@ from slime_fsdp.packed_model import PackedModel, Placement, build_model
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.staging import Staging
+from slime_training.offload import TrainerParking
 
 
 @dataclass(kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 
-from slime_core.training.file_form import is_as_in_files
 from slime_fsdp.adapters import base_name
 from slime_fsdp.folder import ModelFolder
+from slime_training.file_form import is_as_in_files
 
 
 def wide_weights(model: PreTrainedModel, folder: ModelFolder) -> frozenset[str]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_core.training.rounded_adamw import numbers_of, update_in_pieces
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_fsdp.attention import attend_blocks, attend_runs, plan_attention
+from slime_training.rounded_adamw import numbers_of, update_in_pieces
+from slime_training.segment_table import whole_sequences, zigzag_part
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 7, 130, 64, 3, 65]

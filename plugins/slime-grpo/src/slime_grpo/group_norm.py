@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
-from slime_core.objective.comparison import Comparison
 from slime_core.types.batch import Float64
+from slime_estimators.comparison import Comparison
 
 STD_EPSILON = 1e-6
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
-from slime_core.invariant.attention import attend as invariant_attention
+from slime_training.batch_invariant.attention import attend as invariant_attention
 
 NAME: Final = "slime_local"
 INVARIANT: Final = "slime_local_invariant"
@@ -56,7 +56,7 @@ def attend_invariant(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As `attend`, with `slime_core.invariant`: there a key's place is its position in the sequence."""
+    """As `attend`, with `slime_training.batch_invariant`: there a key's place is its position in the sequence."""
     _refuse_unsupported(module, options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     columns, queries = key.shape[2], query.shape[2]

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.image import Image

@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
+from slime_core.data.model_folder import read_model_config
 from slime_core.errors import ModelError
-from slime_core.image_processor import ImageProcessor
-from slime_core.invariant.mode import InvariantKernels
-from slime_core.invariant.products import product_shapes, require_equal_rows
-from slime_core.invariant.sums import log_softmax as invariant_log_softmax
-from slime_core.model_folder import read_model_config
-from slime_core.onednn import onednn_available, use_onednn
 from slime_local.attention import INVARIANT, NAME
 from slime_local.config import LocalConfig
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
+from slime_models.image_processor import ImageProcessor
+from slime_training.batch_invariant.mode import InvariantKernels
+from slime_training.batch_invariant.products import product_shapes, require_equal_rows
+from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
+from slime_training.onednn import onednn_available, use_onednn
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
@@ -40,7 +40,7 @@ class RolloutModel:
     images: ImageProcessor | None = None
     """None: it takes none."""
     true_on_policy: bool = False
-    """Everything is computed with `slime_core.invariant`."""
+    """Everything is computed with `slime_training.batch_invariant`."""
 
     def kernels(self) -> AbstractContextManager[object]:
         return InvariantKernels() if self.true_on_policy else nullcontext()

@@ -13,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import EngineError, near_matches
-from slime_core.training.file_form import is_as_in_files
 from slime_core.types.weights import Bucket
+from slime_training.file_form import is_as_in_files
 
 _LISTED = 8
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_local.plugin import Local
 
 pytestmark = pytest.mark.gpu

@@ -22,15 +22,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import held_positions
 from slime_core.errors import ModelError
-from slime_core.training.attention_kernels import attend_packed, attend_short
-from slime_core.training.attention_runs import Run, long_on, runs_of
-from slime_core.training.key_gather import gather_keys
-from slime_core.training.rows import Take, places_of, take
-from slime_core.training.segment_table import Int64, SegmentTable
 from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.rotation import Rotation
+from slime_training.attention_kernels import attend_packed, attend_short
+from slime_training.attention_runs import Run, long_on, runs_of
+from slime_training.context_parallel import held_positions
+from slime_training.key_gather import gather_keys
+from slime_training.rows import Take, places_of, take
+from slime_training.segment_table import Int64, SegmentTable
 
 # A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
 STRETCH = 1.25

@@ -24,13 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import ZigzagSegments
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend, TrainerSetup
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ModelError, unknown_name
-from slime_core.objective.segments import LocalSegments
-from slime_core.training.head import EntropyMode
-from slime_core.training.process_group import group_for_saving
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -45,6 +42,10 @@ from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_megatron.work import Work
+from slime_training.context_parallel import ZigzagSegments
+from slime_training.head import EntropyMode
+from slime_training.process_group import group_for_saving
+from slime_training.segments import LocalSegments
 
 LossFn = Callable[[Work, Any], tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]]
 """Of a micro-batch and what the last stage gave for it: the loss times the step's tokens, its own number of tokens, and what

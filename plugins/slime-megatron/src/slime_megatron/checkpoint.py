@@ -39,14 +39,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
-from slime_core.training.host_memory import HostCopy
-from slime_core.training.joint_failure import first_failure_alone, on_all_ranks
-from slime_core.training.random_state import random_state, restore_random_state
-from slime_core.training.rounded_adamw import RoundedAdamW
-from slime_core.training.written_files import check_sizes, sizes_of
 from slime_megatron.copies import Copies
 from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
+from slime_training.collective_errors import first_failure_alone, on_all_ranks
+from slime_training.host_memory import HostCopy
+from slime_training.random_state import random_state, restore_random_state
+from slime_training.rounded_adamw import RoundedAdamW
+from slime_training.written_files import check_sizes, sizes_of
 
 MANIFEST = "megatron.json"
 STATE = "state"

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_core.contracts.converter import Checksums, Converter, Piece
+from slime_core.data.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 from slime_core.errors import CheckpointError, ModelError
-from slime_core.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
 from slime_megatron.chunks import Placement, build_chunks, make_config

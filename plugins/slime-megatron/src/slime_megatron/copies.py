@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_core.training.host_memory import HostCopy
 from slime_megatron.weights import local_tensors
+from slime_training.host_memory import HostCopy
 
 
 class Copies:

@@ -32,8 +32,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import held_positions
-from slime_core.training.delta_rule import RecurrencePlan, causal_conv, gated_delta_rule, plan_recurrence
+from slime_training.context_parallel import held_positions
+from slime_training.delta_rule import RecurrencePlan, causal_conv, gated_delta_rule, plan_recurrence
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
+from slime_core.data.model_folder import check_weights
+from slime_core.data.weight_files import dtypes_in, file_of, shapes_in
 from slime_core.errors import ModelError
-from slime_core.model_folder import check_weights
-from slime_core.weight_files import dtypes_in, file_of, shapes_in
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.family import BRIDGES, Family, family_problems
 

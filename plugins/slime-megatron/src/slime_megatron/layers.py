@@ -26,12 +26,12 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from slime_core.errors import ConfigError
-from slime_core.training.fusion import fused_by_rows
 from slime_megatron.attention import PackedAttention
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.delta_net import DeltaNet
 from slime_megatron.experts import GroupedExperts
 from slime_megatron.selection import SelectedAttention
+from slime_training.fusion import fused_by_rows
 
 
 class RmsNorm(nn.Module):

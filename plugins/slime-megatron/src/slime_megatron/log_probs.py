@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.training.head import EntropyMode, Found, Head
+from slime_training.head import EntropyMode, Found, Head
 
 
 def log_probs_of(

@@ -19,8 +19,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime_core.training.head import EntropyMode, chunk_positions
-from slime_core.training.rows import TakeUnique
 from slime_megatron.attention import PackedPlan
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.expert_counts import count_without_padding
@@ -30,6 +28,8 @@ from slime_megatron.prediction import EmbeddingElsewhere, PredictionLayers
 from slime_megatron.rotation import LatentRotary, Rotation
 from slime_megatron.token_order import order_tokens_here
 from slime_megatron.work import Work
+from slime_training.head import EntropyMode, chunk_positions
+from slime_training.rows import TakeUnique
 
 
 class ValueHead(nn.Module):

@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from slime_core.contracts.backend import BackendDriver, Layout, RoutingReplay, TrainBackend
+from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import RoutingReplay
 from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, problems_of
 from slime_megatron.layout import ranks_of
 from slime_megatron.stages import Stages

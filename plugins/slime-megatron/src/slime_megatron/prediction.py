@@ -29,10 +29,10 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime_core.batch.zigzag import split_micro_batch
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.layers import PackedLayers, layer_spec
+from slime_training.context_parallel import split_micro_batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

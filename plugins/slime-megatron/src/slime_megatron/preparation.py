@@ -7,9 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from slime_core.batch.zigzag import split_micro_batch
-from slime_core.training.head import EntropyMode
-from slime_core.training.segment_table import whole_sequences, zigzag_part
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import padded_positions, plan_attention, with_padding
 from slime_megatron.delta_net import plan_delta
@@ -17,6 +14,9 @@ from slime_megatron.prediction import ahead_of
 from slime_megatron.routing import Routing
 from slime_megatron.trainer import Trainer
 from slime_megatron.work import Work
+from slime_training.context_parallel import split_micro_batch
+from slime_training.head import EntropyMode
+from slime_training.segment_table import whole_sequences, zigzag_part
 
 
 def prepare(

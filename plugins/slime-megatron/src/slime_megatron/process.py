@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from slime_core.contracts.backend import TrainerSetup
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
-from slime_core.training.process_group import join_group
 from slime_megatron.layout import Shape
+from slime_training.process_group import join_group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from slime_core.training.parking import TrainerParking
 from slime_megatron.optimizer import parts_of
+from slime_training.offload import TrainerParking
 
 
 class Residency:

@@ -14,8 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime_core.training.fusion import fused_by_rows
 from slime_megatron.bridges.bridge import Rotary
+from slime_training.fusion import fused_by_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,10 +20,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime_core.contracts.backend import RoutingReplay
+from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import ConfigError, ModelError, TrainingError
-from slime_core.training.key_gather import ALL_GATHER
 from slime_core.types.microbatch import MicroBatch
+from slime_training.key_gather import ALL_GATHER
 
 
 class Choices:

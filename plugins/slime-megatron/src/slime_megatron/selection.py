@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from slime_core.errors import ConfigError
-from slime_core.training.key_gather import ALL_GATHER
 from slime_megatron.attention import AttentionPlan, Block, PackedAttention, PackedPlan, attend_blocks
 from slime_megatron.rotation import Rotation, rotated
+from slime_training.key_gather import ALL_GATHER
 
 LAYER_NORM_EPSILON = 1e-6
 

@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from torch import Tensor, nn
 
-from slime_core.training.fusion import fused_by_rows
 from slime_megatron.experts import GroupedExperts
+from slime_training.fusion import fused_by_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

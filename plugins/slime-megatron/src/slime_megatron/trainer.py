@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.contracts.backend import Layout, TrainerSetup
+from slime_core.contracts.backend import Layout
+from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError, ModelError
-from slime_core.training.host_memory import HostCopy
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, check_copy, dtype_of, make_config, wrap
 from slime_megatron.config import MegatronOptions, layout_of, megatron_options
@@ -37,6 +37,7 @@ from slime_megatron.routing import Routing
 from slime_megatron.scaling import finish_gradients
 from slime_megatron.transformer_engine import mend_absence
 from slime_megatron.weights import WeightTable, local_tensors
+from slime_training.host_memory import HostCopy
 
 
 @dataclass(kw_only=True)

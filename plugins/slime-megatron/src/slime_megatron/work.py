@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slime_core.training.head import EntropyMode
 from slime_core.types.microbatch import MicroBatch
 from slime_megatron.attention import (
     AttentionPlan,
 )
 from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.prediction import Ahead
+from slime_training.head import EntropyMode
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

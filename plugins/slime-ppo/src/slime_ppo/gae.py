@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
-from slime_core.objective.discount import discounted_sums
 from slime_core.types.batch import Bool, Float64
+from slime_estimators.discount import discounted_sums
 
 
 class Gae(AdvantageEstimator):

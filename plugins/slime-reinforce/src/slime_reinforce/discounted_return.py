@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
-from slime_core.objective.discount import discounted_sums
+from slime_estimators.discount import discounted_sums
 
 
 class DiscountedReturn(AdvantageEstimator):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
-from slime_core.objective.comparison import Comparison
+from slime_estimators.comparison import Comparison
 
 
 class GroupBaseline(AdvantageEstimator):

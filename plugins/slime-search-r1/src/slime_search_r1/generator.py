@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from slime_core.contracts.generator import Episode, Generator
-from slime_core.rollout.trajectory import Trajectory, decode
 from slime_core.types.sample import Sample, Status
+from slime_core.types.trajectory import Trajectory, decode
 from slime_search_r1.document import listing
 from slime_search_r1.searches import Searches
 from slime_search_r1.tags import INVALID, TURN_ENDS, Action, Kind, action_of, without_tags

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slime_core.contracts.engine import Capability, EngineInfo, EngineSetup, Memory, RolloutEngine
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
 

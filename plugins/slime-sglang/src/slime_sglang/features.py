@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.contracts.engine import Capability, EngineSetup
+from slime_core.contracts.engine import Capability
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
 from slime_sglang.server.draws import DRAWS_BY_TOKEN

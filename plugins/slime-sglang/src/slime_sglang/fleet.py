@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection, allow_connections, new_pool
 from slime_sglang.external import connect_external

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_sglang.connection import ConnectionLost

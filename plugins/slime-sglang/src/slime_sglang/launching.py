@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
+from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
-from slime_core.model_folder import read_model_config
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.plugin import problem_of_devices, server_options

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import Field, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig, Patch, TableOptions
-from slime_core.contracts.engine import Capability, EngineDriver, EngineLayout
+from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.paths import RunPath
+from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
 from slime_sglang import router_args
 from slime_sglang.option_choices import Choices

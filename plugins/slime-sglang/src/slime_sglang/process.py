@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.errors import EngineError
-from slime_core.process_end import end_group
+from slime_serving.process_group import end_group
 
 STAMP: Final = re.compile(r"^\[[^\]]*\] ")
 """What SGLang's loggers begin a line with."""

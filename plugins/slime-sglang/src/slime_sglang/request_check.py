@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest
 from slime_sglang.features import Features
 from slime_sglang.image_data import ImageTokens

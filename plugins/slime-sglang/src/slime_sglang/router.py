@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import aiohttp
 
-from slime_core.contracts.engine import EngineSetup
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection
 from slime_sglang.process import ServerProcess, address_of, free_port

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import xxhash
 
-from slime_core.buffer.files import FilesSource
-from slime_core.buffer.plugin import FilesConfig
 from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import SampleGroup
+from slime_sources.files import FilesSource
+from slime_sources.files_config import FilesConfig
 
 if TYPE_CHECKING:
     from slime_sources.plugin import CurriculumConfig

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import pyarrow.parquet as pq
 import xxhash
 
-from slime_core.buffer.rows import ParquetFile, json_row
 from slime_core.errors import DataError
+from slime_sources.rows import ParquetFile, json_row
 
 
 class Place(NamedTuple):

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from slime_core.algorithm.metrics import EVAL_AXIS, ROLLOUT_AXIS
 from slime_core.contracts.tracker import RunInfo, Tracker
+from slime_core.controller.jsonl import FILE, kept_lines
 from slime_core.errors import ConfigError, StorageError
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS
-from slime_core.tracking.jsonl import FILE, kept_lines
 from slime_track.curve import Curve
 
 PICTURE: Final = "curves.png"

@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 import wandb
 from wandb.errors import Error as WandbError
 
+from slime_core.algorithm.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
 from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.errors import ConfigError, StorageError
-from slime_core.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS
 
 RUN_ID: Final = "wandb_run_id"
 """File in the run's folder."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import verifiers.v1 as vf
 import xxhash
 
-from slime_core.buffer.order import EpochOrder
 from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.types.prompt import Prompt
+from slime_sources.order import EpochOrder
 from slime_verifiers.library import load_taskset
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from slime_agents.served import anthropic_api, openai_api
 from slime_agents.served.dialogue import BadCall
 from slime_agents.served.session import Ended, Session
-from slime_core.serving.in_loop import InLoopServer
-from slime_core.serving.listener import listen
+from slime_serving.in_loop import InLoopServer
+from slime_serving.listener import listen
 
 BACKLOG: Final = 1024
 EVENTS: Final = "text/event-stream"

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from slime_agents.served.conversation import Branch, Conversation
 from slime_agents.served.dialogue import BadCall, Dialogue, Said
 from slime_core.contracts.generator import Episode
-from slime_core.rollout.trajectory import decode
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.sample import Sample, Status, VersionSpan
+from slime_core.types.trajectory import decode
 
 CUT: Final = "length"
 

@@ -14,15 +14,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from slime_core.config.bound import Part
+from slime_core.config.part import Part
 from slime_core.errors import ConfigError
-from slime_core.serving.gate import Gate
 from slime_router.server.engines import Engines
 from slime_router.server.generate import Generate
 from slime_router.server.json_answer import json_answer, json_error
 from slime_router.server.metrics import Metrics, MiddlewareCollector, UpstreamCollector
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstream, Upstreams
+from slime_serving.gate import Gate
 
 
 @runtime_checkable

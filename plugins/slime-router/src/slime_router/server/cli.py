@@ -11,14 +11,14 @@ import typer
 from pydantic import ValidationError
 
 from slime_core import groups
-from slime_core.config.bind import Binder
-from slime_core.config.bound import Part
+from slime_core.config.binder import Binder
+from slime_core.config.part import Part
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
-from slime_core.serving.command import run_command
-from slime_core.serving.listener import is_loopback, listen, shown
-from slime_core.serving.token_file import token_from
+from slime_serving.command import run_command
+from slime_serving.listener import is_loopback, listen, shown
+from slime_serving.token_file import token_from
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -9,7 +9,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from slime_core.heap import settled_heap
+from slime_core.controller.gc_control import settled_heap
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_S: Final = 75

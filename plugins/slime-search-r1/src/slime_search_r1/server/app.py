@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from slime_core.serving.gate import Gate
 from slime_search_r1.server.index import Hit, Index
+from slime_serving.gate import Gate
 
 MAX_QUERIES: Final = 1024
 MAX_QUERY_CHARS: Final = 100_000

@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 
 from slime_core.errors import SlimeError
-from slime_core.serving.listener import listen
 from slime_search_r1.server.app import create_app
 from slime_search_r1.server.corpus import read_corpus
 from slime_search_r1.server.index import Index
 from slime_search_r1.server.serve import BACKLOG, server_of
+from slime_serving.listener import listen
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from slime_core.errors import ConfigError
-from slime_core.serving.command import run_command
-from slime_core.serving.listener import is_loopback, listen, shown
-from slime_core.serving.token_file import token_from
+from slime_serving.command import run_command
+from slime_serving.listener import is_loopback, listen, shown
+from slime_serving.token_file import token_from
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime_core.invariant.products import add_product, multiply
+from slime_training.batch_invariant.products import add_product, multiply
 
 
 def use_row_blocks() -> torch.library.Library:

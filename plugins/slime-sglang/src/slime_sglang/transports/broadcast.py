@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 
 POLL_S: Final = 0.002

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import xxhash
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
-from slime_core.training.host_memory import HostMemory
 from slime_sglang.server.loading import WRONG_BASE
 from slime_sglang.transports import folder
 from slime_sglang.transports.delta_code import Planes, compare, compress
@@ -22,6 +22,7 @@ from slime_sglang.transports.flat import FlatBucket, flat_buckets
 from slime_sglang.transports.folder import FileEntry, Manifest
 from slime_sglang.transports.loading import load_from_disk, servers_that_verify, try_to_load
 from slime_sglang.transports.sender import ServerSender
+from slime_training.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from torch import Tensor

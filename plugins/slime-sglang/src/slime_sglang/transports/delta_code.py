@@ -14,8 +14,8 @@ import torch
 import zstandard
 from torch import Tensor
 
-from slime_core.training.host_memory import on_host
 from slime_sglang.transports.flat import FlatBucket
+from slime_training.host_memory import on_host
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, a dtype whose comparison is one of bits."""

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
-from slime_core.training.host_memory import HostMemory
 from slime_sglang.transports import folder
 from slime_sglang.transports.equality import Digests
 from slime_sglang.transports.flat import flat_buckets
 from slime_sglang.transports.folder import FileEntry, Manifest
 from slime_sglang.transports.loading import load_from_disk, servers_that_verify
 from slime_sglang.transports.sender import ServerSender
+from slime_training.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from slime_core.contracts.transport import EngineEndpoint, SentReport
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SentReport
 from slime_core.errors import EngineError
 from slime_sglang.transports.broadcast import BroadcastGroup
 from slime_sglang.transports.broadcast_thread import BroadcastThread

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from slime_core.training.host_memory import HostMemory, on_host
+from slime_training.host_memory import HostMemory, on_host
 
 HASHERS: Final = 4
 STACKED: Final = ("q_a_proj", "kv_a_proj_with_mqa")

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from slime_core.storage import is_full, storage_error
+from slime_core.atomic_io.storage import is_full, storage_error
 from slime_sglang.transports.flat import FlatBucket, bytes_of, checksum
 
 MANIFEST: Final = "slime_weights.json"

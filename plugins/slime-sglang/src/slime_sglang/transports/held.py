@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, OF_DRAFTS, PARTS, REFUSED, SKIPPED, Place
 from slime_sglang.transports.servers import Refused, Servers, failures_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
 from slime_sglang.features import has_other_draft
 from slime_sglang.transports.equality import Digests

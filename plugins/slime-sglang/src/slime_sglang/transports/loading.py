@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.loading import CAN_VERIFY
 from slime_sglang.transports.servers import Refused, Servers, failures_of

@@ -13,8 +13,8 @@ from slime_core.contracts.memory import MemoryLine, Moment, TransportMemory
 from slime_core.contracts.transport import TransportDriver
 
 if TYPE_CHECKING:
-    from slime_core.contracts.engine import EngineLayout
     from slime_core.contracts.example import Example
+    from slime_core.contracts.setup import EngineLayout
     from slime_sglang.transports.delta import DeltaSender
     from slime_sglang.transports.disk import DiskSender
     from slime_sglang.transports.distributed import DistributedSender

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import torch.distributed as dist
 
-from slime_core.contracts.transport import EngineEndpoint, SenderSetup, SentReport, TensorExport, WeightSender
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.transports.equality import Digests, EqualityCheck
 from slime_sglang.transports.flat import FlatBucket, partner_of

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from slime_core.contracts.transport import EngineEndpoint
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError, EngineUnavailable
 from slime_sglang.connection import Connection, NoAnswer, new_pool
 from slime_sglang.transports.broadcast import BroadcastError

@@ -1,6 +1,6 @@
 """An observer that writes one line for each thing it hears of, to acme.log in the run's folder."""
 
-from slime_core.hookspecs import hookimpl
+from slime_core.contracts.hookspecs import hookimpl
 
 
 def note(event, text):

@@ -1,0 +1,113 @@
+"""`slime convert`: model folders from one format to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from slime_core.errors import ConfigError
+
+USAGE = """\
+usage: slime convert SOURCE TARGET --to NAME [--option value ...] [--workers N]
+
+Converts a model folder, piece by piece, over worker processes; a conversion that was killed goes on when the same command is
+given again. Everything is read back and compared by checksum before TARGET is there.
+`slime plugins show NAME` lists a converter's options; installed converters:"""
+
+
+def convert(context: typer.Context) -> None:
+    """Converts a model folder."""
+    # `main` has looked for --debug.
+    words = [word for word in context.args if word != "--debug"]
+    if not words or "--help" in words:
+        typer.echo(f"{USAGE} {', '.join(installed()) or 'none'}")
+        return
+    carry_out(words)
+
+
+def installed() -> list[str]:
+    from slime_core import groups
+    from slime_core.registry import Registry
+
+    return sorted({entry.name for entry in Registry.from_environment().entries(groups.CONVERTERS)})
+
+
+def carry_out(words: list[str]) -> None:
+    from slime_core import groups
+    from slime_core.config.flags import FlagTable, option_flags
+    from slime_core.config.part import PartSpec
+    from slime_core.registry import Registry
+
+    own, rest = taken(words, ("to", "workers"))
+    places = [word for word in rest[:2] if not word.startswith("--")]
+    if len(places) != 2 or "to" not in own:
+        raise ConfigError("slime convert SOURCE TARGET --to NAME [--option value ...]")
+    registry = Registry.from_environment()
+    name = own["to"]
+    resolved = registry.resolve(groups.CONVERTERS, name, where="--to")
+    flags = FlagTable.of(
+        option_flags(resolved.driver.Config, (), resolved.entry.provenance), listed_by=f"slime plugins show {name}"
+    )
+    options: Mapping[str, Any] = {path[0]: value for path, value in flags.parse(rest[2:])}
+    part = PartSpec(group=groups.CONVERTERS, name=name, options=options).resolve(registry)
+
+    from slime_models.convert import convert as run_conversion
+
+    source, target = (Path(place) for place in places)
+    with ProgressBar() as bar:
+        done = run_conversion(part, source, target, workers=workers_of(own.get("workers")), tell=bar.tell)
+    again = f", {done.num_resumed} of them by an earlier start" if done.num_resumed else ""
+    typer.echo(f"{target}: {done.num_tensors} tensors in {done.num_pieces} pieces{again}; read back and equal")
+
+
+def taken(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The command's own options, and the other words."""
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    position = 0
+    while position < len(words):
+        name, has_value, value = words[position].removeprefix("--").partition("=")
+        position += 1
+        if words[position - 1].startswith("--") and name in names:
+            if not has_value:
+                if position == len(words):
+                    raise ConfigError(f"--{name} wants a value.")
+                value, position = words[position], position + 1
+            own[name] = value
+        else:
+            rest.append(words[position - 1])
+    return own, rest
+
+
+def workers_of(text: str | None) -> int:
+    if text is None:
+        return min(8, os.cpu_count() or 1)
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--workers {text}: a number of processes is wanted, such as 4.")
+    return int(text)
+
+
+class ProgressBar:
+    """One line for each phase, in bytes."""
+
+    def __enter__(self) -> ProgressBar:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._tasks: dict[str, Any] = {}
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done)

@@ -1,0 +1,148 @@
+"""ImageProcessor: what a model folder says of images: how many tokens one is, and its pixels."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.data.model_folder import read_model_config
+from slime_core.errors import DataError, ModelError
+from slime_core.types.image import Image
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+FILE: Final = "preprocessor_config.json"
+ORIENTATION: Final = 0x0112
+"""EXIF's tag of the side that is up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """One image as a vision tower takes it, in the layout of the Qwen-VL family."""
+
+    values: npt.NDArray[np.float32]
+    """(patches, values of a patch)"""
+    grid_thw: npt.NDArray[np.int64]
+    """(3,) frames, rows and columns of patches; of a video, two frames are one."""
+    num_tokens: int
+    """Features that the language model gets of it."""
+
+    @property
+    def grids(self) -> npt.NDArray[np.int64]:
+        """(frames, 3): frame after frame, as the language model sees them, with text between."""
+        return np.repeat(self.grid_thw[None] * [0, 1, 1] + [1, 0, 0], self.grid_thw[0], axis=0)
+
+
+class ImageProcessor:
+    """transformers' image processor of a model folder, and the token that stands for an image's features."""
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        """ModelError if the model takes no images, or its folder lacks what says how."""
+        config = read_model_config(folder)
+        token_id = config.get("image_token_id")
+        if "vision_config" not in config or token_id is None:
+            raise ModelError(
+                f"{folder}: a model of type {config.get('model_type')} takes no images (config.json has no vision_config "
+                "with an image_token_id). Use a model of the Qwen-VL family, or leave out --multimodal-keys."
+            )
+        if not (folder / FILE).is_file() and not (folder / "processor_config.json").is_file():
+            raise ModelError(f"{folder}: no {FILE} in it, which says how images become pixels. Copy it there.")
+        # The name that transformers exports asks for torchvision; without it, this one takes the processor made with PIL.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{folder}: its image processor cannot be loaded: {error}") from error
+        if not hasattr(self._processor, "merge_size") or not hasattr(self._processor, "get_number_of_image_patches"):
+            raise ModelError(
+                f"{folder}: {type(self._processor).__name__} does not cut images into patches as the Qwen-VL family does; "
+                "other models with images are not supported."
+            )
+        self.token_id = int(token_id)
+        self.video_token_id = int(config.get("video_token_id", -1))
+        self._patches_of_token = int(self._processor.merge_size) ** 2
+
+    def differs_from(self, videos: Any) -> list[str]:
+        """In what transformers' processor of videos would make other numbers of a frame than this one."""
+        names = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+        return [name for name in names if getattr(self._processor, name) != getattr(videos, name)]
+
+    def token_of(self, image: Image) -> int:
+        """The token that stands for its features."""
+        return self.video_token_id if image.frames else self.token_id
+
+    def num_tokens(self, image: Image) -> int:
+        """Of an image that `read_image` gave; from its size alone."""
+        width, height = opened(image).size
+        if image.frames:
+            return width * (height // 2) // (self._patches_of_token * int(self._processor.patch_size) ** 2)
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise DataError(f"{image.name}: an image of {width} x {height} pixels: {error}") from error
+        return int(patches) // self._patches_of_token
+
+    def pixels(self, image: Image) -> Pixels:
+        if image.frames:
+            return self._video_pixels(image)
+        output = self._processor(images=[opened(image).convert("RGB")], return_tensors="np")
+        grid = np.asarray(output["image_grid_thw"], np.int64)[0]
+        return Pixels(
+            values=np.asarray(output["pixel_values"], np.float32),
+            grid_thw=grid,
+            num_tokens=int(grid.prod()) // self._patches_of_token,
+        )
+
+    def _video_pixels(self, video: Image) -> Pixels:
+        """Of two frames as of one picture, whose patches hold it twice: here the second frame stands in the second half."""
+        whole = opened(video).convert("RGB")
+        width, height = whole.size[0], whole.size[1] // video.frames
+        frames = [whole.crop((0, top, width, top + height)) for top in range(0, height * video.frames, height)]
+        output = self._processor(images=frames, do_resize=False, return_tensors="np")
+        depth = int(self._processor.temporal_patch_size)
+        side = int(self._processor.patch_size)
+        # (two frames, first or second, patches, channels, time, values)
+        values = np.asarray(output["pixel_values"], np.float32).reshape(video.frames // 2, 2, -1, 3, depth, side * side)
+        paired = np.stack([values[:, number, :, :, number] for number in range(2)], axis=3)
+        grid = np.asarray(output["image_grid_thw"], np.int64)[0] * [0, 1, 1] + [video.frames // 2, 0, 0]
+        return Pixels(
+            values=paired.reshape(-1, 3 * depth * side * side),
+            grid_thw=grid,
+            num_tokens=int(grid.prod()) // self._patches_of_token,
+        )
+
+
+def opened(image: Image) -> PIL.Image.Image:
+    import PIL.Image
+
+    return PIL.Image.open(io.BytesIO(image.data))
+
+
+def read_image(data: bytes, name: str) -> Image:
+    """Decodes it once, so that whoever computes its pixels later can. One that its camera held otherwise is turned upright
+    here: engines and trainers would each do it their own way. DataError if it is no image, or a damaged one."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    try:
+        with PIL.Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+            if picture.getexif().get(ORIENTATION, 1) != 1:
+                upright = io.BytesIO()
+                PIL.ImageOps.exif_transpose(picture).save(upright, format="PNG")
+                data = upright.getvalue()
+    except PIL.UnidentifiedImageError:
+        raise DataError(f"{name}: {len(data)} bytes that are no image; they begin with {data[:12]!r}") from None
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        # A damaged PNG is a SyntaxError to Pillow.
+        raise DataError(f"{name}: the image cannot be decoded: {error}") from error
+    return Image(data=data, name=name)

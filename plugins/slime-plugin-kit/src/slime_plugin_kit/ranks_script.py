@@ -1,0 +1,76 @@
+"""Run as a script: optimiser steps of backends on several ranks, over gloo.
+
+Each line on standard input is a JSON object, for one step; a line on standard output says that it has ended, with `ok` or
+what failed. The ranks are forked from this process: what it imports, and what a backend imports while it is built, takes
+longer than all the rest. Each leaves `rank_R.pt` in the folder `out`: its scores, the sums that it reports, and, from the
+first rank, the exported weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.multiprocessing as mp
+
+from slime_core.config.part import Part, PartSpec
+from slime_core.registry import Registry
+from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+
+OK: Final = "ok"
+
+
+def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
+    out = Path(told["out"])
+    place = Place(
+        model=Path(told["model"]), rank=rank, world_size=told["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
+    )
+    training = TrainingBatch.make()
+    with opened(part.build(), place) as rank_of:
+        layout = rank_of.layout
+        mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
+        # Every rank has as many micro-batches, of which one may be empty.
+        split = (mine[:2], mine[2:], ()) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:])
+        scores = rank_of.scores(training, (mine,))
+        report = rank_of.backend.train_step(training.micros(split), objective_of())
+        weights = rank_of.weights()
+        state = {
+            "log_probs": torch.from_numpy(scores["log_probs"]),
+            "sums": dict(report.sums) if layout.reports else {},
+            "grad_norm": report.grad_norm,
+            "weights": weights,
+        }
+        torch.save(state, out / f"rank_{rank}.pt")
+
+
+def step(told: dict[str, Any]) -> None:
+    registry = Registry([Path(path) for path in told["files"]])
+    part = PartSpec.from_json(told["part"]).resolve(registry)
+    # Built once here too, so that what it imports is imported before the ranks are forked.
+    part.build()
+    start: Any = mp.start_processes  # type: ignore[attr-defined]
+    start(run_rank, (part, told), nprocs=told["world_size"], start_method="fork")
+
+
+def serve(work: Callable[[dict[str, Any]], None]) -> None:
+    """Does it for each object on standard input, until that ends."""
+    # Whatever backends print goes with their errors.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            work(json.loads(line))
+            answer = OK
+        except Exception:  # noqa: BLE001 - an author's code: the test of this case tells of it, the others go on
+            answer = traceback.format_exc()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve(step)

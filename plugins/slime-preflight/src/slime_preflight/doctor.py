@@ -1,0 +1,27 @@
+"""`slime doctor`: what is missing, and what to type."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Look at Python, packages, devices, Ray, plugins, ports, files and disks. The exit code is 1 if something is bad."""
+    from slime_core.registry import Registry
+    from slime_preflight.examination import State, examine
+
+    found = examine(Registry.from_environment())
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=1))
+    else:
+        width = max(len(one.what) for one in found)
+        for one in found:
+            typer.echo(f"{one.state:4}  {one.what:{width}}  {one.told}")
+            if one.advice:
+                typer.echo(f"{'':4}  {'':{width}}  -> {one.advice}")
+    if any(one.state is State.BAD for one in found):
+        raise typer.Exit(1)

@@ -1,0 +1,191 @@
+"""Examination: what this machine and its packages lack for a run, and what to type."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+
+from slime_core import __version__, groups
+from slime_core.errors import PluginError
+from slime_core.registry import Registry, Status
+
+PYTHONS: Final = ((3, 11), (3, 13))
+FEW_FILES: Final = 4096
+LITTLE_DISK: Final = 10 * 2**30
+LITTLE_SHARED: Final = 2 * 2**30
+SHARED: Final = Path("/dev/shm")
+
+
+class State(StrEnum):
+    GOOD = "ok"
+    NOTE = "note"
+    """Fine for some runs."""
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One thing that was looked at."""
+
+    what: str
+    state: State
+    told: str
+    advice: str = ""
+    """What to type."""
+
+
+def examine(registry: Registry) -> list[Found]:
+    """Everything, in the order in which it is printed."""
+    checks: tuple[Callable[[Registry], Iterable[Found]], ...] = (
+        python, packages, devices, cluster, plugins, machine,
+    )  # fmt: skip
+    return [found for check in checks for found in check(registry)]
+
+
+def python(_: Registry) -> Iterator[Found]:
+    version = tuple(map(int, platform.python_version_tuple()[:2]))
+    fits = PYTHONS[0] <= version <= PYTHONS[1]
+    yield Found(
+        what="python",
+        state=State.GOOD if fits else State.BAD,
+        told=f"{platform.python_version()}, slime-rl {__version__}",
+        advice="" if fits else "Install slime for Python 3.11, 3.12 or 3.13.",
+    )
+
+
+def packages(registry: Registry) -> Iterator[Found]:
+    """What slime-rl and every distribution with plugins ask for."""
+    dists = dict.fromkeys(["slime-rl", *(entry.dist for entry, _ in registry.listing())])
+    named = {file.path.name for file in registry.plugin_files}
+    lacking = [problem for dist in dists if dist not in named for problem in unmet(dist)]
+    if not lacking:
+        yield Found(what="packages", state=State.GOOD, told=f"what {len(dists)} distributions ask for is installed")
+    for dist, requirement, there in lacking:
+        yield Found(
+            what="packages",
+            state=State.BAD,
+            told=f"{dist} wants {requirement.name}{requirement.specifier}, and there is {there}",
+            advice=f"pip install '{requirement.name}{requirement.specifier}'",
+        )
+
+
+def unmet(dist: str) -> Iterator[tuple[str, Requirement, str]]:
+    """Requirements of a distribution, without its extras, that do not hold; and what is there instead."""
+    for text in importlib.metadata.requires(dist) or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield dist, requirement, "none"
+            continue
+        if not requirement.specifier.contains(there, prereleases=True):
+            yield dist, requirement, there
+
+
+def devices(_: Registry) -> Iterator[Found]:
+    import torch
+
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(number)
+            free, total = torch.cuda.mem_get_info(number)
+            told = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+            yield Found(what=f"cuda:{number}", state=State.GOOD, told=f"{told} (torch {torch.__version__})")
+    elif torch.version.cuda is not None:
+        yield Found(
+            what="devices",
+            state=State.BAD,
+            told=f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no device",
+            advice="Run nvidia-smi: the driver may be older than that, or no GPU is visible. For CPU runs: --device cpu.",
+        )
+    else:
+        yield Found(what="devices", state=State.NOTE, told=f"CPU only (torch {torch.__version__})")
+
+
+def cluster(_: Registry) -> Iterator[Found]:
+    if importlib.util.find_spec("ray") is None:
+        yield Found(
+            what="ray",
+            state=State.NOTE,
+            told="not installed: --launcher ray is off",
+            advice="pip install 'slime-rl[ray]'",
+        )
+    else:
+        yield Found(what="ray", state=State.GOOD, told=importlib.metadata.version("ray"))
+
+
+def plugins(registry: Registry) -> Iterator[Found]:
+    """Names that would not resolve; backends and engines that are there, or that there is none."""
+    for entry, status in registry.listing():
+        if status is Status.UNKNOWN_GROUP:
+            told = f"{entry.name} of {entry.provenance} is in group {entry.group}, where nothing looks"
+            yield Found(
+                what="plugins", state=State.BAD, told=told, advice=f"pip uninstall {entry.dist}, or a newer one"
+            )
+        elif status is Status.DUPLICATE:
+            told = f"{entry.group} {entry.name} is offered by {entry.dist} and others"
+            yield Found(what="plugins", state=State.NOTE, told=told, advice=f"Say which: {entry.dist}/{entry.name}")
+    for group in (groups.BACKENDS, groups.ENGINES, groups.ALGORITHMS):
+        noun, good = groups.NOUNS[group], []
+        for entry in registry.entries(group):
+            try:
+                registry.resolve(group, entry.qualified, where=f"slime doctor: {noun}")
+                good.append(entry.name)
+            except PluginError as error:
+                yield Found(what=noun, state=State.BAD, told=str(error), advice=f"pip install --upgrade {entry.dist}")
+        if good:
+            yield Found(what=noun, state=State.GOOD, told=", ".join(good))
+        else:
+            yield Found(
+                what=noun, state=State.BAD, told="none is installed", advice="Install one; the README lists them."
+            )
+
+
+def machine(_: Registry) -> Iterator[Found]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            yield Found(
+                what="ports", state=State.GOOD, told=f"127.0.0.1 gives ports, such as {server.getsockname()[1]}"
+            )
+    except OSError as error:
+        told = f"127.0.0.1 gives no port: {error}"
+        yield Found(
+            what="ports", state=State.BAD, told=told, advice="Engines and routers listen there: look at `ip addr`."
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
+    yield Found(
+        what="open files",
+        state=State.NOTE if few else State.GOOD,
+        told=f"{soft} (at most {hard})",
+        advice=f"ulimit -n {FEW_FILES}" if few else "",
+    )
+    free = shutil.disk_usage(Path.cwd()).free
+    yield Found(
+        what="disk",
+        state=State.NOTE if free < LITTLE_DISK else State.GOOD,
+        told=f"{free / 2**30:.0f} GiB free here",
+        advice="--runs-dir on a larger disk" if free < LITTLE_DISK else "",
+    )
+    if SHARED.is_dir():
+        shared = shutil.disk_usage(SHARED).free
+        little = shared < LITTLE_SHARED
+        yield Found(
+            what="shared memory",
+            state=State.NOTE if little else State.GOOD,
+            told=f"{shared / 2**30:.1f} GiB free in {SHARED}",
+            advice="In a container: --shm-size 8g, for Ray and NCCL." if little else "",
+        )

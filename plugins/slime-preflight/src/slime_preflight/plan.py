@@ -1,0 +1,37 @@
+"""`slime plan`: what a run would do, before anything is started."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+USAGE: Final = """usage: slime plan run.toml [--json] [--device-memory 80GiB] [--flag value ...]
+
+What the run would do, with nothing started and without GPUs: processes and devices, a step, bytes on each device by component
+and phase, whether it fits, and which flags would lower the peak. All flags of `slime run` are understood.
+
+--device-memory SIZE  Of one GPU, such as 80GiB: GPUs are planned for, though none is here. With --device cpu: of a machine.
+--json                Print JSON.
+--debug               Show tracebacks.
+
+The exit code is 1 if the run is known not to fit."""
+
+
+def plan(context: typer.Context) -> None:
+    """Words are taken apart as those of `slime run` are."""
+    words = list(context.args)
+    if not words or "--help" in words:
+        typer.echo(USAGE)
+        return
+    from slime_core.cli.invocation import bind_invocation, take_apart
+
+    typed = take_apart(words, switches=("json", "debug"), options=("device-memory",), command="plan")
+    run = bind_invocation(typed)
+    # What counts brings torch: a mistake in the run file is told before.
+    from slime_preflight.planning import tell
+
+    said = typed.own.get("device-memory")
+    fits = tell(run, None if said is None else str(said), as_json=bool(typed.own.get("json")))
+    if not fits:
+        raise typer.Exit(1)

@@ -1,0 +1,200 @@
+"""Crew: actors that work in step, and what a failure of one of them means for all.
+
+What an actor raises reaches the caller as the same error with the same text, chained to Ray's, which has the worker's
+traceback. An actor that is gone is an error of its own, with where it was and its last words. After that, or when one
+rank raised and another goes on waiting for it, nothing of the crew is waited for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from slime_core.errors import SlimeError
+from slime_ray.actors import Location
+
+T = TypeVar("T")
+
+LOG_LINES: Final = 20
+KILL_POLL_S: Final = 0.02
+GRACE_AFTER_FAILURE_S: Final = 2.0
+"""The others may wait for the one that failed, and then never end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """An actor and who it is."""
+
+    actor: Any
+    name: str
+    failure: type[SlimeError]
+    """What its death is."""
+    location: Location | None = None
+
+    @property
+    def actor_id(self) -> str:
+        actor_id: str = self.actor._ray_actor_id.hex()
+        return actor_id
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, on this machine."""
+        return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
+
+    async def kill_here(self, limit_s: float) -> None:
+        """Ends its process if it is still there and on this machine: one that hangs does not hear Ray. Returns when it is gone,
+        or after `limit_s` seconds."""
+        if self.location is None or not self.is_here:
+            return
+        deadline = asyncio.get_running_loop().time() + limit_s
+        with contextlib.suppress(ProcessLookupError):
+            while asyncio.get_running_loop().time() < deadline:
+                os.kill(self.location.pid, signal.SIGKILL)
+                await asyncio.sleep(KILL_POLL_S)
+
+    def died(self, reason: str) -> SlimeError:
+        """Names node and pid, and quotes the log if it is on this machine."""
+        if self.location is None:
+            return self.failure(f"{self.name} did not start: {reason}")
+        where = f"{self.name} (node {self.location.ip}, pid {self.location.pid})"
+        return self.failure(f"{where} is gone: {reason}{last_words(self.location.log)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Roster:
+    """All actors of a run, by Ray's id: an error may name another than the one that was called."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+
+    def explain(self, error: RayError, called: Member) -> Exception:
+        """The error that the caller sees: the worker's own, or the news of a death."""
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+            # An argument that could not be computed brings the error of whoever was to compute it.
+            return self.explain(cause, called) if isinstance(cause, RayError) else cause
+        if isinstance(error, RayActorError):
+            return self.members.get(error.actor_id or "", called).died(reason_of(error))
+        return called.failure(f"{called.name}: {error}")
+
+
+class Crew:
+    """Members whose calls wait for each other. `run` what is awaited; `end` once."""
+
+    def __init__(self, roster: Roster, *, grace_s: float, farewell: str) -> None:
+        """`farewell`: the method by which a member ends by itself, within `grace_s` seconds."""
+        self._roster = roster
+        self._grace_s = grace_s
+        self._farewell = farewell
+        self._members: list[Member] = []
+        self._pending: dict[asyncio.Future[Any], str] = {}
+        self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._ready = False
+        self._has_failed = False
+        self.ended = False
+
+    @property
+    def has_died(self) -> bool:
+        return self._lost.done()
+
+    def add(self, member: Member) -> None:
+        self._members.append(member)
+        self._roster.members[member.actor_id] = member
+
+    def ready(self) -> None:
+        """All members hold a worker: from now on they are asked to end by themselves."""
+        self._ready = True
+
+    async def run(self, member: Member, work: Awaitable[T], call: str = "") -> T:
+        """The result of a call on a member; any failure as described above. `call`: its name; members in other calls do not
+        wait for this one."""
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        self._pending[task] = call
+        try:
+            both: set[asyncio.Future[Any]] = {task, self._lost}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._lost.result()
+            return task.result()
+        except RayError as error:
+            failure = self._roster.explain(error, member)
+            del self._pending[task]
+            self._note(failure, error, call)
+            raise failure from error
+        finally:
+            self._pending.pop(task, None)
+            task.cancel()
+
+    async def end(self, *, failed: bool = False) -> None:
+        """Lets members end by themselves if they can, then kills them. Raises what a farewell raised, unless they have
+        `failed` or a call has failed before: then that is the news."""
+        self.ended = True
+        failed_before = failed or self._has_failed
+        farewells = []
+        if self._ready and not self._lost.done():
+            farewells = [
+                asyncio.ensure_future(self.run(member, member.actor.call.remote(self._farewell)))
+                for member in self._members
+            ]
+        grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
+        try:
+            if farewells:
+                await asyncio.wait(farewells, timeout=grace_s)
+        finally:
+            # Also where this is broken off: nobody would be left to hear how the calls ended.
+            for member in self._members:
+                ray.kill(member.actor)
+            for farewell in farewells:
+                farewell.cancel()
+            if failed:
+                # Others take their places, again and again; a run that ends may yet hear of them.
+                for member in self._members:
+                    self._roster.members.pop(member.actor_id, None)
+        results = await asyncio.gather(*farewells, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not failed_before:
+                raise result
+
+    def _note(self, failure: Exception, error: RayError, call: str) -> None:
+        self._has_failed = True
+        if not isinstance(error, RayTaskError):
+            self._lose(failure)
+        elif waiting := frozenset(other for other, its in self._pending.items() if its == call):
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_s, self._lose_if_waiting, failure, waiting)
+
+    def _lose_if_waiting(self, failure: Exception, waiting: frozenset[asyncio.Future[Any]]) -> None:
+        if waiting & self._pending.keys():
+            self._lose(failure)
+
+    def _lose(self, failure: Exception) -> None:
+        if not self._lost.done():
+            self._lost.set_result(failure)
+
+
+def reason_of(error: RayError) -> str:
+    """The sentence of Ray's message that says what happened; the rest lists ids and guesses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in reversed(lines) if line.startswith(("The actor is dead", "Worker exit"))), "")
+    return (told or " ".join(lines)).partition(" Some common causes")[0]
+
+
+def last_words(log: Path | None) -> str:
+    """The end of a log on this machine, to be put after a message."""
+    if log is None or not log.is_file():
+        return ""
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "".join(f"\n  {line}" for line in [f"Last lines of {log}:", *lines]) if lines else ""
+
+
+async def together(work: Sequence[Awaitable[T]]) -> list[T]:
+    """All results; the first failure at once."""
+    return list(await asyncio.gather(*work))

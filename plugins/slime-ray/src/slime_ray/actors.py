@@ -1,0 +1,161 @@
+"""The actors: a worker of the kernel in a process that Ray placed.
+
+An actor is made empty and says where it is; only then are ranks given out, and `resolve` makes the worker. Arguments
+that are references arrive as what they refer to, arrays as read-only views of the node's shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import ray
+
+from slime_core.contracts.engine import EngineInfo
+from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.workers.engine_worker import EngineWorker, EngineWorkerSpec
+
+if TYPE_CHECKING:
+    from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
+
+DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where an actor's process is."""
+
+    node: str
+    """Ray's id of it."""
+    ip: str
+    pid: int
+    devices: tuple[str, ...]
+    """GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them; empty on CPU."""
+    log: Path | None
+    """Its stderr, a file on that node."""
+
+    @classmethod
+    def here(cls) -> Location:
+        context = ray.get_runtime_context()
+        stderr = Path("/proc/self/fd/2")
+        return cls(
+            node=context.get_node_id(),
+            ip=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            devices=tuple(context.get_accelerator_ids().get("GPU", ())),
+            log=stderr.readlink() if stderr.is_symlink() else None,
+        )
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts by node, then by device."""
+        numbers = tuple((0, int(device), "") if device.isdigit() else (1, 0, device) for device in self.devices)
+        return (tuple(part.zfill(3) for part in self.ip.split(".")), self.node, numbers)
+
+
+class TrainActor:
+    """One rank. Calls run one after the other, in the process's main thread."""
+
+    def __init__(self) -> None:
+        self._worker: TrainWorker | None = None
+        self._held: list[socket.socket] = []
+
+    def locate(self) -> Location:
+        return Location.here()
+
+    def hold_port(self) -> int:
+        """One that the ranks can meet at, for as long as this process lives."""
+        self._held.append(held_port())
+        return port_of(self._held[-1])
+
+    def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
+        """`devices`: of all ranks of the role on this node, by local rank; collectives want to see each other's."""
+        # Here, so that an engine's process does not import torch for it.
+        from slime_core.workers.train_worker import TrainWorker
+
+        show_devices(devices)
+        self._worker = TrainWorker(spec)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        """For each item whether it is something, and then, if so, the item: the driver learns from the first, which is
+        small, that all is well, and passes the second on without fetching it."""
+        for item in getattr(self._worker, method)(*args):
+            yield item is not None
+            if item is not None:
+                yield item
+
+
+class EngineActor:
+    """One engine, in the actor's event loop. Calls overlap."""
+
+    def __init__(self) -> None:
+        self._worker: EngineWorker | None = None
+        self._held: list[socket.socket] = []
+
+    async def locate(self) -> Location:
+        return Location.here()
+
+    async def hold_port(self) -> int:
+        """One that the engine's machines can meet at, for as long as this process lives."""
+        self._held.append(held_port())
+        return port_of(self._held[-1])
+
+    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
+        """`devices`: all of this engine's, where it shares them with a trainer."""
+        show_devices(devices)
+        self._worker = EngineWorker(spec)
+        return await self._worker.start()
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """Completions as they end; those that end together travel together."""
+        assert self._worker is not None
+        answers = self._worker.generate(requests)
+        ended: list[Completion] = []
+        following = asyncio.ensure_future(anext(answers, None))
+        try:
+            while (completion := await following) is not None:
+                ended.append(completion)
+                following = asyncio.ensure_future(anext(answers, None))
+                await asyncio.sleep(0)
+                if not following.done():
+                    yield ended
+                    ended = []
+            if ended:
+                yield ended
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            await answers.aclose()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        assert self._worker is not None
+        return await self._worker.call(method, *args)
+
+
+def held_port() -> socket.socket:
+    """A socket on a TCP port of this node. Nobody is given this port by the system while it is open, and whoever was told of
+    it can listen there: torch's store says SO_REUSEADDR too, and this socket does not listen. Ranks meet seconds after
+    the port was chosen; one that was let go meanwhile may be that of somebody's connection by then."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    port: int = held.getsockname()[1]
+    return port
+
+
+def show_devices(devices: Sequence[str]) -> None:
+    """CUDA reads this when it is first used, which is later."""
+    if devices:
+        os.environ[DEVICES] = ",".join(devices)

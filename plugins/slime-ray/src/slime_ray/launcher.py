@@ -1,0 +1,386 @@
+"""ray: each rank and each engine in an actor of its own, on a cluster that exists or on a private one.
+
+See `slime_ray.cluster` for what a private one opens. All machines of a cluster need the same distributions
+installed, which every worker checks when it is made; plugin files travel as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime_core.config.run import LauncherConfig
+from slime_core.contracts.engine import EngineInfo
+from slime_core.errors import ConfigError, EngineError, SlimeError, TrainingError
+from slime_core.rollout.engine_slot import EngineHandle
+from slime_core.workers.engine_worker import EngineWorkerSpec
+from slime_core.workers.launcher import Launcher, RankHandle
+from slime_core.workers.train_worker import TrainWorkerSpec
+from slime_ray.actor_group import Crew, Member, Roster, together
+from slime_ray.actors import EngineActor, Location, TrainActor
+from slime_ray.cluster import LOOPBACK, RayCluster, fits, written
+from slime_ray.handles import RayEngine, RayRank
+from slime_serving.process_group import group_gone
+
+CONTROL_CALLS: Final = 64
+"""Calls that an engine takes beside its requests, such as an abort while it is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A bundle of a placement group, and what is in it."""
+
+    group: Any
+    bundle: int
+    location: Location
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineSeat:
+    """What an engine was started with, and where it is now."""
+
+    spec: EngineWorkerSpec
+    places: Sequence[tuple[Any, int]]
+    """Placement group and bundle on each of its machines."""
+    options: dict[str, Any]
+    devices: Sequence[Sequence[str]]
+    """Those that it shares with a trainer, by machine."""
+    crew: Crew
+    members: Sequence[Member] = ()
+    """By machine; the first one serves. None once it was ended."""
+    serving_pid: int | None = None
+    """Of the process that serves; it may be another than the first member's, and ends after that."""
+
+
+class RayLauncher(Launcher):
+    """See `Launcher`. `start_trainers` comes first where engines share the trainer's devices."""
+
+    def __init__(self, config: LauncherConfig, *, grace_s: float = 10.0, placement_timeout_s: float = 60.0) -> None:
+        """`grace_s`: what a worker gets to end by itself, and other ranks to finish after one has failed.
+        `placement_timeout_s`: what a cluster gets to find room."""
+        self._config = config
+        self._grace_s = grace_s
+        self._placement_timeout_s = placement_timeout_s
+        self._cluster: RayCluster | None = None
+        self._groups: list[Any] = []
+        self._roster = Roster()
+        self._crews: list[Crew] = []
+        self._seats: dict[int, EngineSeat] = {}
+        self._lost_engines = False
+        self._num_ranks = 0
+        self._shared_slots: list[Slot] = []
+        self._shared_gpus = 0.0
+        self._placing = asyncio.Lock()
+
+    async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
+        if not specs:
+            return []
+        roles = by_role(specs)
+        num_ranks = len(roles[0])
+        async with self._placing if self._config.colocate else contextlib.nullcontext():
+            cluster = self._enter()
+            # Roles that share devices take turns, so they count once.
+            self._num_ranks += num_ranks
+            gpus = 1.0 if specs[0].setup.device == "cuda" else 0.0
+            roles_on_device = len(roles) + (1 if self._config.colocate else 0)
+            names = " and ".join(of_role[0].setup.role for of_role in roles)
+            group = await self._reserve(num_ranks, self._config.num_cpus_per_worker * roles_on_device, gpus, names)
+            options = {
+                "num_cpus": self._config.num_cpus_per_worker,
+                "num_gpus": gpus / roles_on_device,
+                "runtime_env": self._runtime_env(cluster, self._num_ranks + self._config.num_engines),
+            }
+            crews = [self._new_crew(farewell="close") for _ in roles]
+            placed = [
+                [
+                    self._place(
+                        crew, TrainActor, group, bundle, options, f"trainer {of_role[0].setup.role}", TrainingError
+                    )
+                    for bundle in range(num_ranks)
+                ]
+                for crew, of_role in zip(crews, roles, strict=True)
+            ]
+            located = [await self._locate(crew, members) for crew, members in zip(crews, placed, strict=True)]
+            bundles = by_device(located[0])
+            if self._config.colocate and not self._shared_slots:
+                self._shared_slots = [
+                    Slot(group=group, bundle=bundle, location=located[0][bundle]) for bundle in bundles
+                ]
+                self._shared_gpus = gpus / roles_on_device
+        return [
+            rank
+            for crew, of_role, members in zip(crews, roles, placed, strict=True)
+            for rank in await self._resolve(crew, of_role, [members[bundle] for bundle in bundles])
+        ]
+
+    async def _resolve(
+        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+    ) -> list[RankHandle]:
+        """The workers of one role, made."""
+        told = await self._with_places(crew, specs, by_rank)
+        for member, spec in zip(by_rank, told, strict=True):
+            member.name = f"trainer {spec.setup.role}, rank {spec.setup.rank} of {spec.setup.world_size}"
+        devices = devices_of_nodes(by_rank)
+        await together(
+            [
+                crew.run(member, member.actor.resolve.remote(spec, devices[node_of(member)]))
+                for member, spec in zip(by_rank, told, strict=True)
+            ]
+        )
+        crew.ready()
+        return [RayRank(member, crew) for member in by_rank]
+
+    async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
+        if not specs:
+            return [], []
+        async with self._placing if self._config.colocate else contextlib.nullcontext():
+            cluster = self._enter()
+            shared = [] if self._seats else list(self._shared_slots)
+        num_nodes, per_node = specs[0].setup.num_nodes, specs[0].setup.devices_here
+        num_parts = len(specs) * num_nodes
+        gpus = float(per_node) if specs[0].setup.device == "cuda" else 0.0
+        cpus = self._config.num_cpus_per_worker
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "runtime_env": self._runtime_env(cluster, self._num_ranks + num_parts),
+            "max_concurrency": max(spec.setup.max_batch for spec in specs) + CONTROL_CALLS,
+        }
+        if shared:
+            parts = shares_of(shared, num_parts, per_node)
+            options["num_gpus"] = self._shared_gpus
+            places = [(part[0].group, part[0].bundle) for part in parts]
+            devices = [tuple(name for slot in part for name in slot.location.devices) for part in parts]
+        else:
+            group = await self._reserve(num_parts, cpus, gpus, "engines")
+            places = [(group, bundle) for bundle in range(num_parts)]
+            devices = [() for _ in places]
+        seats = []
+        for number, spec in enumerate(specs):
+            own = slice(number * num_nodes, (number + 1) * num_nodes)
+            crew = self._new_crew(farewell="stop")
+            seat = EngineSeat(spec=spec, places=places[own], devices=devices[own], options=options, crew=crew)
+            self._seats[spec.setup.index] = seat
+            self._take(seat)
+            seats.append(seat)
+        infos = await together([self._start_engine(seat) for seat in seats])
+        return [RayEngine(seat.members, seat.crew) for seat in seats], infos
+
+    def _take(self, seat: EngineSeat) -> None:
+        """Its actors, not located yet."""
+        index, beside = seat.spec.setup.index, len(seat.places) > 1
+        seat.members = [
+            self._place(
+                seat.crew,
+                EngineActor,
+                group,
+                bundle,
+                seat.options,
+                f"engine {index}, machine {number}" if beside else f"engine {index}",
+                EngineError,
+            )
+            for number, (group, bundle) in enumerate(seat.places)
+        ]
+
+    async def end_engine(self, index: int) -> None:
+        seat = self._seats[index]
+        self._lost_engines = True
+        died = seat.crew.has_died
+        await seat.crew.end(failed=True)
+        self._crews = [crew for crew in self._crews if crew is not seat.crew]
+        members, seat.members = seat.members, ()
+        if not died:
+            await asyncio.gather(*(member.kill_here(self._grace_s) for member in members))
+        pid, seat.serving_pid = seat.serving_pid, None
+        if pid is not None and members[0].is_here:
+            await group_gone(pid, self._grace_s)
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        seat = self._seats[index]
+        if seat.members:
+            await self.end_engine(index)
+        seat.crew = self._new_crew(farewell="stop")
+        self._take(seat)
+        try:
+            async with asyncio.timeout(self._placement_timeout_s):
+                await self._locate(seat.crew, seat.members)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine {index}: Ray has not started a process for it within {self._placement_timeout_s:g} s; its place "
+                "may be taken, or its machine gone."
+            ) from error
+        info = await self._start_engine(seat)
+        return RayEngine(seat.members, seat.crew), info
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
+    async def stop(self) -> None:
+        crews, self._crews = self._crews, []
+        groups, self._groups = self._groups, []
+        cluster, self._cluster = self._cluster, None
+        if cluster is None:
+            return
+        died = self._lost_engines or any(crew.has_died for crew in crews)
+        try:
+            results = await asyncio.gather(*(crew.end() for crew in crews), return_exceptions=True)
+        finally:
+            for group in groups:
+                remove_placement_group(group)
+            cluster.leave(keep_logs=died)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _enter(self) -> RayCluster:
+        # In this thread, for all that it takes seconds: Ray's processes die with the thread that started them.
+        if self._cluster is None:
+            self._cluster = RayCluster.enter(self._config.address)
+        return self._cluster
+
+    async def _reserve(self, num_bundles: int, cpus: float, gpus: float, purpose: str) -> Any:
+        """A placement group; ConfigError if the cluster has no room for it."""
+        bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        group = placement_group([bundle] * num_bundles, strategy="PACK")
+        self._groups.append(group)
+        # A private cluster does not grow: what it has not got, it will not get.
+        may_fit = fits(num_bundles, bundle) or not self._is_private
+        if may_fit and await asyncio.to_thread(group.wait, self._placement_timeout_s):
+            return group
+        raise ConfigError(
+            f"launcher: {purpose}: asked Ray for {num_bundles} bundles of {written(bundle)}; the cluster has "
+            f"{written(ray.cluster_resources())}, of which {written(ray.available_resources())} free, on "
+            f"{len(ray.nodes())} nodes. Ask for fewer (launcher.actor_num_gpus_per_node, launcher.rollout_num_gpus, "
+            "launcher.num_cpus_per_worker), or free or add machines."
+        )
+
+    @property
+    def _is_private(self) -> bool:
+        return self._cluster is not None and self._cluster.is_private
+
+    def _runtime_env(self, cluster: RayCluster, num_workers: int) -> dict[str, Any]:
+        return {"env_vars": dict(cluster.worker_environment(num_workers))}
+
+    def _new_crew(self, *, farewell: str) -> Crew:
+        crew = Crew(self._roster, grace_s=self._grace_s, farewell=farewell)
+        self._crews.append(crew)
+        return crew
+
+    def _place(
+        self,
+        crew: Crew,
+        kind: type[TrainActor] | type[EngineActor],
+        group: Any,
+        bundle: int,
+        options: dict[str, Any],
+        name: str,
+        failure: type[SlimeError],
+    ) -> Member:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        actor = ray.remote(kind).options(**options, scheduling_strategy=strategy).remote()
+        member = Member(actor=actor, name=name, failure=failure)
+        crew.add(member)
+        return member
+
+    async def _locate(self, crew: Crew, members: Sequence[Member]) -> list[Location]:
+        locations = await together([crew.run(member, member.actor.locate.remote()) for member in members])
+        for member, location in zip(members, locations, strict=True):
+            member.location = location
+        return locations
+
+    async def _with_places(
+        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+    ) -> list[TrainWorkerSpec]:
+        """Specs with local ranks and, for several ranks, where they meet."""
+        nodes = [node_of(member) for member in by_rank]
+        rendezvous = ""
+        if len(specs) > 1:
+            first = by_rank[0]
+            assert first.location is not None
+            host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
+            port = await crew.run(first, first.actor.hold_port.remote())
+            rendezvous = f"tcp://{host}:{port}"
+        return [
+            replace(
+                spec,
+                setup=replace(spec.setup, local_rank=nodes[:rank].count(nodes[rank]), rendezvous=rendezvous),
+            )
+            for rank, spec in enumerate(specs)
+        ]
+
+    async def _start_engine(self, seat: EngineSeat) -> EngineInfo:
+        """What the first machine's part says; all of them start together, and wait for each other."""
+        crew, first = seat.crew, seat.members[0]
+        locations = await self._locate(crew, seat.members)
+        hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
+        rendezvous = None
+        if len(seat.members) > 1:
+            rendezvous = f"{hosts[0]}:{await crew.run(first, first.actor.hold_port.remote())}"
+        told = [
+            replace(seat.spec, setup=replace(seat.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous))
+            for rank, host in enumerate(hosts)
+        ]
+        infos: list[EngineInfo] = await together(
+            [
+                crew.run(member, member.actor.resolve.remote(spec, devices))
+                for member, spec, devices in zip(seat.members, told, seat.devices, strict=True)
+            ]
+        )
+        crew.ready()
+        seat.serving_pid = infos[0].pid
+        return infos[0]
+
+
+def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:
+    """The ranks of each role, in the order given."""
+    return [list(of_role) for _, of_role in itertools.groupby(specs, key=lambda spec: spec.setup.role)]
+
+
+def node_of(member: Member) -> str:
+    assert member.location is not None
+    return member.location.node
+
+
+def is_one_machine() -> bool:
+    """Nobody has to be reached over a network."""
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
+
+
+def by_device(locations: Sequence[Location]) -> list[int]:
+    """Bundles in the order of ranks: by node, then by device."""
+    return sorted(range(len(locations)), key=lambda bundle: (locations[bundle].order, bundle))
+
+
+def devices_of_nodes(by_rank: Sequence[Member]) -> dict[str, list[str]]:
+    """The devices of all ranks of a node, by local rank."""
+    devices: dict[str, list[str]] = {}
+    for member in by_rank:
+        assert member.location is not None
+        devices.setdefault(member.location.node, []).extend(member.location.devices)
+    return devices
+
+
+def shares_of(slots: Sequence[Slot], num_parts: int, size: int) -> list[Sequence[Slot]]:
+    """The trainer's slots that each engine shares, or each machine's part of one: neighbours, on one node."""
+    if num_parts * size > len(slots):
+        raise ConfigError(
+            f"launcher.colocate: {num_parts} engines of {size} devices do not fit on the trainer's "
+            f"{len(slots)}. Lower launcher.rollout_num_gpus or raise launcher.actor_num_gpus_per_node."
+        )
+    parts = [slots[start : start + size] for start in range(0, num_parts * size, size)]
+    for part in parts:
+        if len({slot.location.node for slot in part}) > 1:
+            raise ConfigError(
+                f"launcher.colocate: {size} neighbouring devices of an engine would be on two machines. Choose "
+                "launcher.rollout_num_gpus_per_engine as a divisor of the trainer's ranks per machine, or, for an engine that "
+                "spans machines, launcher.num_gpus_per_node."
+            )
+    return parts

@@ -1,0 +1,1 @@
+"""What HTTP servers of slime's plugins share: listener, bearer token, command, process groups."""

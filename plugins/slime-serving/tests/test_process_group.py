@@ -1,0 +1,68 @@
+"""Waiting for killed processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from slime_serving.process_group import group_gone, has_ended, processes_of
+
+SPAWNS = (
+    "import subprocess, sys; print(subprocess.Popen(['sleep', sys.argv[1]], stdout=subprocess.DEVNULL).pid, flush=True)"
+)
+
+
+@pytest.fixture
+def started():
+    """`started(seconds)` begins a group, whose first process ends, and another one of which sleeps so long."""
+    groups = []
+
+    def start(seconds):
+        words = [sys.executable, "-c", SPAWNS, str(seconds)]
+        leader = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        groups.append(leader.pid)
+        told, _ = leader.communicate()
+        return leader.pid, int(told)
+
+    yield start
+    for group in groups:
+        if not all(map(has_ended, processes_of(group))):
+            os.killpg(group, signal.SIGKILL)
+
+
+def runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_a_group_is_there_as_long_as_any_process_of_it(started):
+    leader, beside = started(600)
+    assert not runs(leader)
+    assert runs(beside)
+    gone = asyncio.create_task(group_gone(leader, 60))
+    await asyncio.sleep(0.1)
+    assert not gone.done()
+    os.kill(beside, signal.SIGKILL)
+    assert await gone
+    assert not runs(beside)
+
+
+async def test_it_is_not_waited_for_without_end(started):
+    leader, beside = started(600)
+    assert not await group_gone(leader, 0.1)
+    os.kill(beside, signal.SIGKILL)
+    assert await group_gone(leader, 60)
+
+
+def test_what_nobody_collects_is_gone():
+    zombie = subprocess.Popen(["true"], start_new_session=True)
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(zombie.pid, 0)
+    assert all(map(has_ended, processes_of(zombie.pid)))
+    zombie.wait()

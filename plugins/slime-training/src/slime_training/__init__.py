@@ -1,0 +1,1 @@
+"""What training backends of slime share: packed attention, the head in chunks, offloading, batch-invariant kernels."""

@@ -1,0 +1,160 @@
+"""The language-model head, a chunk of positions at a time.
+
+Legend: T positions, C positions of a chunk, H hidden, V vocabulary, or a rank's part of it. Both functions of logits read
+them once or twice and write nothing wider; compiled, they have no (C, V) temporaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from slime_training.fusion import fused
+
+EntropyMode = Literal["none", "metric", "gradient"]
+
+CHUNK_LOGITS: Final = 2**27
+"""float32 logits of an automatic chunk: 512 MiB."""
+
+
+def chunk_positions(vocab_size: int, asked: int) -> int:
+    """Positions per chunk. `asked` 0: what CHUNK_LOGITS allows; -1: no limit."""
+    if asked == -1:
+        return 2**62
+    return asked or max(CHUNK_LOGITS // max(vocab_size, 1), 1)
+
+
+def scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    """float32, or float64 if that is what comes in; then it is `logits_CV` itself."""
+    wide = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    if temperature == 1.0:
+        return wide
+    # CUDA multiplies by the rounded reciprocal of a number: two last places off, not as an engine that divides by a tensor.
+    return wide.div_(torch.full((), temperature, dtype=wide.dtype, device=wide.device))
+
+
+def statistics(
+    logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of z = logits / temperature: log sum exp z, z at the target, if asked for, entropy of softmax z; (C,), float32 at least.
+    The logits may be overwritten."""
+    z_CV = scaled(logits_CV, temperature)
+    log_sums_C = z_CV.logsumexp(-1)
+    chosen_C = z_CV.gather(-1, targets_C[:, None])[:, 0]
+    if not entropy:
+        return log_sums_C, chosen_C, None
+    log_p_CV = z_CV.sub_(log_sums_C[:, None])
+    return log_sums_C, chosen_C, -(log_p_CV.exp() * log_p_CV).sum(-1)
+
+
+def logit_gradients(
+    logits_CV: Tensor,
+    log_sums_C: Tensor,
+    entropies_C: Tensor,
+    grad_log_probs_C: Tensor | None,
+    grad_entropies_C: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """(C, V) like the logits, which may be overwritten. Without what the target's own logit gets besides."""
+    log_p_CV = scaled(logits_CV, temperature).sub_(log_sums_C[:, None])
+    columns = (None if grad is None else grad[:, None] for grad in (grad_log_probs_C, grad_entropies_C))
+    taken_CV = taken_per_probability(log_p_CV, entropies_C[:, None], *columns)
+    return log_p_CV.exp_().mul_(taken_CV / -temperature).to(logits_CV.dtype)
+
+
+def taken_per_probability(
+    log_p: Tensor, entropies: Tensor, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
+) -> Tensor:
+    """d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H): what stands at -p_v."""
+    taken = torch.zeros_like(entropies) if grad_log_probs is None else grad_log_probs
+    return taken if grad_entropies is None else taken + (log_p + entropies) * grad_entropies
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Head:
+    """Log-probs and entropies at positions, and their gradients. No (T, V) tensor outlives its chunk: the backward computes
+    each chunk's logits again."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    temperature: float
+    chunk: int
+    fuse: bool
+    """Compile what is done with logits."""
+
+    def _logits(self, hidden_CH: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
+
+    def statistics(
+        self, hidden_CH: Tensor, targets_C: Tensor, *, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See the function."""
+        compute = fused(statistics) if self.fuse else statistics
+        found: tuple[Tensor, Tensor, Tensor | None] = compute(
+            self._logits(hidden_CH), targets_C, self.temperature, entropy
+        )
+        return found
+
+    def parts(self, positions: int) -> Iterator[slice]:
+        return (slice(start, start + self.chunk) for start in range(0, positions, self.chunk))
+
+    def gradients(
+        self,
+        hidden_TH: Tensor,
+        targets_T: Tensor,
+        held_T: Tensor | None,
+        found: Found,
+        grad_log_probs_T: Tensor | None,
+        grad_entropies_T: Tensor | None,
+        *,
+        of_weight: bool,
+        of_bias: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of hidden, weight and bias. `held_T`: targets that are among these V; None: all."""
+        compute = fused(logit_gradients) if self.fuse else logit_gradients
+        # The chunks' shares are added in float32.
+        wide = found.log_sums_T.dtype
+        grad_hidden = torch.zeros_like(hidden_TH)
+        grad_weight = torch.zeros_like(self.weight_VH, dtype=wide) if of_weight else None
+        grad_bias = torch.zeros_like(self.bias_V, dtype=wide) if of_bias and self.bias_V is not None else None
+        taken_T = taken_per_probability(found.log_probs_T, found.entropies_T, grad_log_probs_T, grad_entropies_T)
+        given_T = 0.0 if grad_log_probs_T is None else grad_log_probs_T
+        chosen_T = (given_T - found.log_probs_T.exp() * taken_T) / self.temperature
+        for part in self.parts(len(targets_T)):
+            hidden_CH, targets_C1 = hidden_TH[part], targets_T[part, None]
+            grad_CV = compute(
+                self._logits(hidden_CH),
+                found.log_sums_T[part],
+                found.entropies_T[part],
+                None if grad_log_probs_T is None else grad_log_probs_T[part],
+                None if grad_entropies_T is None else grad_entropies_T[part],
+                self.temperature,
+            )
+            chosen_C1 = chosen_T[part, None].to(grad_CV.dtype)
+            if held_T is not None:
+                chosen_C1 = torch.where(held_T[part, None], chosen_C1, grad_CV.gather(-1, targets_C1))
+            grad_CV.scatter_(-1, targets_C1, chosen_C1)
+            grad_hidden[part] = grad_CV @ self.weight_VH
+            if grad_weight is not None:
+                grad_weight += grad_CV.t() @ hidden_CH
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(self.weight_VH.dtype),
+            None if grad_bias is None or self.bias_V is None else grad_bias.to(self.bias_V.dtype),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """What a forward keeps for the backward, (T,) float32 or wider each."""
+
+    log_probs_T: Tensor
+    log_sums_T: Tensor
+    entropies_T: Tensor
+    """Of no meaning where nothing asks for their gradient."""

@@ -1,0 +1,33 @@
+"""What is compiled anew, and what is not. The kernels themselves: tests/gpu."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from slime_training.fusion import fused_by_rows
+
+compile_ = torch.compile
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def test_lengths_share_a_kernel_and_no_kind_of_call_is_left_without(counter):
+    """Norms of a model with latent attention and of a critic beside it, scored and trained: more than torch's own limit."""
+
+    def doubled(x, *, scale):
+        return x * 2 * scale
+
+    widths, lengths = (4, 8, 12, 16, 20, 24), (7, 300, 513)
+    for width in widths:
+        for trained in (True, False):
+            for length in lengths:
+                x = torch.ones(length, width, requires_grad=trained)
+                with torch.set_grad_enabled(trained):
+                    assert torch.equal(fused_by_rows(doubled, x, scale=3.0), torch.full((length, width), 6.0))
+    assert counter.frame_count == 2 * len(widths)

@@ -1,0 +1,1 @@
+"""Reads the rollouts of slime runs in a terminal."""

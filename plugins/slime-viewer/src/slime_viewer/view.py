@@ -1,0 +1,44 @@
+"""`slime view`: rollouts that a run has dumped, to read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Order(StrEnum):
+    """Which groups come first."""
+
+    DRAWN = "drawn"
+    WORST = "worst"
+    BEST = "best"
+    SPREAD = "spread"
+    LONGEST = "longest"
+
+
+def view(
+    folder: Annotated[Path, typer.Argument(help="Of a run with --dump-rollouts, or of step_*.parquet files.")],
+    step: Annotated[int | None, typer.Option(help="Which step; without it the last one.")] = None,
+    sort: Annotated[
+        Order, typer.Option(help="What comes first; spread: groups whose rewards differ most.")
+    ] = Order.DRAWN,
+    limit: Annotated[int, typer.Option(min=1, help="Groups that are shown.")] = 20,
+    group: Annotated[int | None, typer.Option(help="Show one group: its prompt and all answers.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Show one answer part by part: who wrote it, and what is trained.")
+    ] = None,
+    hf_checkpoint: Annotated[
+        Path | None, typer.Option(help="Whose tokenizer reads an answer's parts; without it that of the run's model.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Read rollouts that a run has dumped: a step's groups, one group, or one answer.
+
+    The files are Parquet, one row for each answer: pandas and duckdb read them too.
+    """
+    from slime_viewer.viewing import show
+
+    show(folder, step=step, order=sort, limit=limit, group=group, sample=sample, hf_checkpoint=hf_checkpoint)

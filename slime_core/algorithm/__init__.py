@@ -1,0 +1,1 @@
+"""Groups to columns, advantages, losses and micro-batches: the arithmetic of a training step."""

@@ -1,0 +1,182 @@
+"""Credit: scores of the whole batch to advantages, corrections and loss weights. Pure, once, on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.algorithm.loss_weights import loss_weights, split_steps
+from slime_core.contracts.advantage import AdvantageEstimator, CreditInputs, RewardShaper
+from slime_core.contracts.aggregation import Aggregation
+from slime_core.contracts.correction import OffPolicyCorrection
+from slime_core.contracts.kl import KlEstimator
+from slime_core.contracts.needs import Need
+from slime_core.errors import TrainingError
+from slime_core.types.batch import Batch, Bool, Float32, Int64, TokenColumns
+
+WHITENING_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditRules:
+    """The parts of a recipe that work on the whole batch."""
+
+    advantage: AdvantageEstimator | None
+    """None: the loss uses no advantages."""
+    advantage_needs: frozenset[Need] = frozenset()
+    advantage_terms: Sequence[tuple[AdvantageEstimator, frozenset[Need]]] = ()
+    """Each with its needs; their advantages are added to those of `advantage`."""
+    shaping: Sequence[RewardShaper] = ()
+    kl_reward: KlEstimator | None = None
+    kl_coef: float = 0.0
+    normalize_advantages: bool = False
+    corrections: Sequence[tuple[OffPolicyCorrection, frozenset[Need]]] = ()
+    """Those of the batch stage, in order, each with its needs."""
+    aggregation: Aggregation = Aggregation.SEQ_MEAN
+    rollouts_per_step: int
+    max_response_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CreditedBatch:
+    """A batch ready to be trained on."""
+
+    columns: TokenColumns
+    step_of_sample: Int64
+    """(S,) the optimiser step that trains a sample."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the whole batch, with their prefix."""
+    step_metrics: tuple[Mapping[str, float], ...] = ()
+    """Of the corrections, for each optimiser step, without prefix."""
+
+
+def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> CreditedBatch:
+    """Shaping, advantages, whitening, corrections, loss weights; TrainingError names a sample with a non-finite one."""
+    metrics: dict[str, float] = {}
+    step_of_sample = split_steps(batch, rules.rollouts_per_step)
+    weight = loss_weights(batch, step_of_sample, rules.aggregation, rules.max_response_len)
+    columns = columns.with_columns(loss_weight=weight)
+    mask = batch.mask.astype(np.bool_)
+
+    if rules.advantage is not None:
+        rewards = batch.reward
+        for shaper in rules.shaping:
+            rewards = shaper.shape(rewards, batch, rules.max_response_len)
+        wanted = {need.value for need in rules.advantage_needs}
+        penalty = reward_kl(mask, columns, rules)
+        credit = rules.advantage.estimate(
+            CreditInputs(batch=batch, rewards=rewards, columns=columns.only(wanted), kl_penalty=penalty)
+        )
+        advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
+        require_finite("advantages", advantages, batch)
+        returns = advantages if credit.returns is None else np.where(mask, credit.returns, np.float32(0))
+        require_finite("returns", returns, batch)
+        for term, needs in rules.advantage_terms:
+            added = term.estimate(
+                CreditInputs(
+                    batch=batch, rewards=rewards, columns=columns.only({need.value for need in needs}), kl_penalty=None
+                )
+            )
+            advantages = advantages + np.where(mask, added.advantages, np.float32(0))
+            require_finite("advantages", advantages, batch)
+            metrics |= added.metrics
+        if rules.normalize_advantages:
+            advantages = whiten(advantages, mask)
+        columns = columns.with_columns(advantages=advantages, returns=returns.astype(np.float32))
+        metrics |= credit.metrics
+        if credit.sample_credit is not None:
+            metrics["rollout/rewards"] = mean(credit.sample_credit[np.isfinite(batch.reward)])
+        metrics["rollout/advantages"] = mean(advantages[mask])
+        metrics["rollout/returns"] = mean(returns[mask])
+        if penalty is not None and rules.kl_coef:
+            metrics["rollout/kl"] = mean(penalty[mask]) / rules.kl_coef
+
+    step_metrics: list[dict[str, float]] = [{} for _ in range(count_steps(step_of_sample))]
+    for correction, needs in rules.corrections:
+        weights, of_steps = correct_steps(correction, needs, batch, columns, step_of_sample)
+        require_finite("correction weights", weights, batch)
+        before = columns.correction
+        columns = columns.with_columns(correction=weights if before is None else before * weights)
+        step_metrics = [known | new for known, new in zip(step_metrics, of_steps, strict=True)]
+    return CreditedBatch(
+        columns=columns, step_of_sample=step_of_sample, metrics=metrics, step_metrics=tuple(step_metrics)
+    )
+
+
+def correct_steps(
+    correction: OffPolicyCorrection,
+    needs: frozenset[Need],
+    batch: Batch,
+    columns: TokenColumns,
+    step_of_sample: Int64,
+) -> tuple[Float32, list[dict[str, float]]]:
+    """The (M,) weights, 0 where a token is masked or was not trained anyway, and each step's metrics. One call for each
+    optimiser step: what a correction normalises by is a step's, not the batch's."""
+    weights = np.zeros(len(batch.mask), np.float32)
+    metrics: list[dict[str, float]] = []
+    for step in range(count_steps(step_of_sample)):
+        samples = np.flatnonzero(step_of_sample == step)
+        rows = batch.response_rows(samples)
+        corrected = correction.correct_batch(*withhold(batch.take(samples), columns.take(rows), needs))
+        trained = batch.mask[rows].astype(np.bool_)
+        weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
+        means = {name: mean(values[trained]) for name, values in corrected.metrics.items()}
+        metrics.append({**means, **corrected.step_metrics})
+    return weights, metrics
+
+
+def withhold(batch: Batch, columns: TokenColumns, needs: frozenset[Need]) -> tuple[Batch, TokenColumns]:
+    """Only what a correction declared, with advantages and returns; one that reads more fails at once."""
+    wanted = {need.value for need in needs} | {"advantages", "returns"}
+    if Need.ROLLOUT_LOGPROBS not in needs:
+        batch = replace(batch, rollout_log_probs=np.full_like(batch.rollout_log_probs, np.nan))
+    return batch, columns.only(wanted)
+
+
+def count_steps(step_of_sample: Int64) -> int:
+    return int(step_of_sample.max(initial=-1)) + 1
+
+
+def reward_kl(mask: Bool, columns: TokenColumns, rules: CreditRules) -> Float32 | None:
+    """(M,) kl_coef x k(old, ref), 0 at masked tokens."""
+    if rules.kl_reward is None:
+        return None
+    if columns.old_log_probs is None or columns.ref_log_probs is None:
+        raise ValueError("the reward-side KL needs the old_log_probs and ref_log_probs columns")
+    import torch
+
+    old = torch.from_numpy(np.where(mask, columns.old_log_probs, np.float32(0)))
+    ref = torch.from_numpy(np.where(mask, columns.ref_log_probs, np.float32(0)))
+    kl: Float32 = rules.kl_reward(old, ref).numpy()
+    return np.where(mask, rules.kl_coef * kl, 0).astype(np.float32)
+
+
+def whiten(values: Float32, mask: Bool) -> Float32:
+    """Zero mean and unit variance over the masked-in tokens (n - 1), in float64 and two passes; masked-out ones 0."""
+    chosen = values[mask].astype(np.float64)
+    if len(chosen) == 0:
+        return np.zeros_like(values)
+    centred = chosen - chosen.mean()
+    variance = float(centred @ centred) / (len(chosen) - 1) if len(chosen) > 1 else 0.0
+    result = np.zeros_like(values)
+    result[mask] = centred / np.sqrt(variance + WHITENING_EPS)
+    return result
+
+
+def require_finite(name: str, column: Float32, batch: Batch) -> None:
+    """What a plugin has computed of finite numbers; TrainingError names the sample."""
+    bad = ~np.isfinite(column) & batch.mask.astype(np.bool_)
+    if bad.any():
+        sample = int(batch.sample_of_token[np.argmax(bad)])
+        raise TrainingError(
+            f"{name} of sample {batch.index[sample]} (group {batch.group_index[sample]}) are not finite: "
+            f"{int(bad.sum())} tokens in the batch."
+        )
+
+
+def mean(values: npt.NDArray[np.floating]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean(dtype=np.float64)) if len(finite) else 0.0

@@ -1,1 +1,0 @@
-"""Accepted groups become a batch of columns, and a batch becomes packed micro-batches for every rank."""

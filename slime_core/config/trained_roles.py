@@ -1,0 +1,105 @@
+"""The models that a run trains: the policy, and the roles that its recipe asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from slime_core.config.bound import BoundRun
+from slime_core.config.part import Part
+from slime_core.config.roles import CREDIT_COLUMNS, BoundRole, LossTerms, RolePlan, Scoring, count_ranks
+from slime_core.contracts.backend import REFERENCE, TEACHER
+from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import RoutingReplay
+
+
+def with_roles(run: BoundRun) -> BoundRun:
+    """`run` with its table of roles."""
+    critic_loss = run.algo.critic_loss
+    return replace(run, roles=(actor(run), *(() if critic_loss is None else (critic(run, critic_loss),))))
+
+
+def actor(run: BoundRun) -> BoundRole:
+    """The policy: the recipe's loss with its KL, entropy and correction terms."""
+    algo, keys, model = run.algo, run.algo.keys, run.config.model
+    others = algo.credit_needs | algo.critic_needs
+    # Recorded choices are those of that forward.
+    recorded = run.routing_replay is RoutingReplay.RECORDED
+    old_is_current = algo.old_is_current(run.steps_per_rollout) and not recorded
+    old_from_rollout = algo.old_from_rollout(run.steps_per_rollout)
+    reads_old = Need.OLD_LOGPROBS in algo.needs and not old_from_rollout
+    wants_reference = Need.REF_LOGPROBS in algo.needs
+    scoring = []
+    # Mismatch metrics compare the trainer's own, also where the loss takes the engine's for the old ones.
+    if (reads_old and not old_is_current) or keys.get_mismatch_metrics:
+        column = Need.OLD_LOGPROBS
+        scoring.append(Scoring(column=column, output="log_probs", by_others=reads_old and column in others))
+    if wants_reference:
+        column = Need.REF_LOGPROBS
+        scoring.append(Scoring(column=column, output="log_probs", weights=REFERENCE, by_others=column in others))
+    if Need.TEACHER_LOGPROBS in algo.needs and run.teacher is None:
+        column = Need.TEACHER_LOGPROBS
+        scoring.append(Scoring(column=column, output="log_probs", weights=TEACHER, by_others=column in others))
+    given = {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.TEACHER_LOGPROBS, Need.ENTROPY, *algo.loss_needs}
+    copies = {REFERENCE: Path(model.ref_load or model.hf_checkpoint)} if wants_reference else {}
+    refreshed = tuple(copies)
+    if Need.TEACHER_LOGPROBS in algo.needs and model.opd_teacher_load is not None:
+        copies[TEACHER] = Path(model.opd_teacher_load)
+    return BoundRole(
+        plan=RolePlan(
+            name="actor",
+            idle_steps=keys.num_critic_only_steps,
+            scoring=tuple(scoring),
+            columns=CREDIT_COLUMNS | {need.value for need in given} | {"correction"},
+            corrected=True,
+            routing_replay=run.routing_replay,
+            refreshed_copies=refreshed,
+        ),
+        head="lm",
+        loss=algo.loss,
+        terms=LossTerms(
+            kl=algo.kl_loss,
+            kl_loss_coef=keys.kl_loss_coef,
+            use_unbiased_kl=keys.use_unbiased_kl,
+            entropy_coef=keys.entropy_coef,
+            corrections=tuple(part for part in algo.corrections if part.driver.in_loss),
+            old_from_current=old_is_current,
+            old_from_rollout=old_from_rollout,
+        ),
+        needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
+        backend=run.backend,
+        model_path=Path(model.hf_checkpoint),
+        optimizer=run.config.train.optimizer_config(),
+        copies=copies,
+        num_ranks=run.num_ranks,
+        ranks_per_node=run.config.launcher.actor_num_gpus_per_node or run.num_ranks,
+    )
+
+
+def critic(run: BoundRun, loss: Part) -> BoundRole:
+    """Values of the states in which each response token was chosen. Its loss stands alone: no KL, entropy or
+    correction."""
+    settings, launcher = run.config.roles.critic, run.config.launcher
+    backend = run.role_backends.get("critic", run.backend)
+    own_devices = launcher.critic_num_nodes is not None or launcher.critic_num_gpus_per_node is not None
+    num_ranks, ranks_per_node = run.num_ranks, launcher.actor_num_gpus_per_node
+    if own_devices:
+        ranks_per_node = launcher.critic_num_gpus_per_node
+        num_ranks = count_ranks(backend, launcher.critic_num_nodes or 1, ranks_per_node)
+    return BoundRole(
+        plan=RolePlan(
+            name="critic",
+            metric_prefix="critic-",
+            scoring=(Scoring(column=Need.VALUES, output="values", by_others=True),),
+            columns=CREDIT_COLUMNS | {need.value for need in run.algo.critic_needs},
+        ),
+        head="value",
+        loss=loss,
+        needs=frozenset({Need.VALUES}),
+        backend=backend,
+        model_path=Path(settings.load or run.config.model.hf_checkpoint),
+        optimizer=settings.optimizer_config(run.config.train),
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node or num_ranks,
+        own_devices=own_devices,
+    )

@@ -1,0 +1,181 @@
+"""Checkpoints: atomic, verified run state. Written aside, synced, marked complete, renamed; the newest complete wins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from slime_core.atomic_io.storage import is_full, storage_error
+from slime_core.errors import CheckpointError
+
+COMPLETE: Final = "COMPLETE"
+STATE_FILE: Final = "state.json"
+FORMAT: Final = 2
+"""2: trainer/ has a folder for each trained role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The driver's own part of a checkpoint; the buffer and the trainers write theirs beside it."""
+
+    rollout_id: int = 0
+    """The next rollout step to train: steps below it are done."""
+    version: int = 0
+    """Policy version: one more for each rollout batch trained."""
+    optimizer_steps: int = 0
+    next_collect: int = 0
+    """The next rollout step to collect; those from rollout_id up to it are in the checkpoint as accepted groups."""
+    tokens: int = 0
+    """Tokens trained on so far."""
+    seconds: float = 0.0
+    """Wall time of all attempts up to here."""
+    eval_before: Mapping[str, float] = field(default_factory=dict)
+    """Accuracy on each evaluation set before the first step; empty if that was not evaluated."""
+    eval_owed: bool = False
+    """An evaluation that was due has not ended. Whoever goes on from here makes one first, of the weights that there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A checkpoint that is being written."""
+
+    aside: Path
+    final: Path
+    """Where it will be when it is complete."""
+
+
+@contextlib.contextmanager
+def whole_or_not_at_all(unfinished: Unfinished) -> Iterator[None]:
+    """What goes wrong inside takes the folder with it; StorageError where the disk is the reason."""
+    try:
+        yield
+    except Exception as error:
+        # Asked before the half-written files go, which frees what they took.
+        storage = isinstance(error, OSError) or is_full(unfinished.final, error)
+        refused = storage_error(unfinished.final, error) if storage else None
+        shutil.rmtree(unfinished.aside, ignore_errors=True)
+        if refused is not None:
+            raise refused from error
+        raise
+
+
+class CheckpointStore:
+    """The checkpoints/ folder of a run."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    async def save(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Path:
+        """`write` fills the folder that it is given. StorageError if that fails for want of space; what was there before
+        stays as it was."""
+        return self.complete(await self.begin(state, write))
+
+    async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Unfinished:
+        """The first part of `save`: nothing counts as saved. One at a time."""
+        unfinished = Unfinished(
+            aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
+        )
+        with whole_or_not_at_all(unfinished):
+            self.sweep()
+            unfinished.aside.mkdir(parents=True)
+            await write(unfinished.aside)
+            (unfinished.aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+        return unfinished
+
+    def complete(self, unfinished: Unfinished) -> Path:
+        """The second part: everything is in its folder. Waits for the disk, so it may be called in a thread."""
+        aside, final = unfinished.aside, unfinished.final
+        with whole_or_not_at_all(unfinished):
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
+            for path in [*files, *(path for path in aside.rglob("*") if path.is_dir())]:
+                sync(path)
+            (aside / COMPLETE).write_text(json.dumps(sizes, indent=1))
+            sync(aside / COMPLETE)
+            sync(aside)
+            if final.exists():
+                remove(final)
+            aside.rename(final)
+            sync(self._folder)
+        self._forget_old()
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        numbers = (path.parent.name.removeprefix("step_") for path in self._folder.glob(f"step_*/{COMPLETE}"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def load(self, step: int | None = None) -> tuple[RunState, Path] | None:
+        """The newest complete checkpoint (or that of `step`), verified; None if there is none."""
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {there_is(steps)}.")
+        if not steps:
+            return None
+        folder = self._folder / f"step_{steps[-1] if step is None else step}"
+        self._verify(folder, steps)
+        state = json.loads((folder / STATE_FILE).read_text())
+        if (found := state.pop("format")) != FORMAT:
+            raise CheckpointError(f"{folder}: written in format {found}; this slime reads format {FORMAT}.")
+        return RunState(**state), folder
+
+    def set_aside_after(self, step: int) -> None:
+        """Checkpoints beyond `step` no longer belong to the run that goes on from it: they are kept under another
+        name."""
+        for later in self.steps():
+            if later > step:
+                self._set_aside(later)
+        sync(self._folder)
+
+    def _set_aside(self, step: int) -> None:
+        aside = self._folder / f"set_aside_step_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / f"step_{step}").rename(aside)
+
+    def _verify(self, folder: Path, steps: list[int]) -> None:
+        for name, size in json.loads((folder / COMPLETE).read_text()).items():
+            path = folder / name
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                older = [step for step in steps if step < int(folder.name.removeprefix("step_"))]
+                way_out = (
+                    f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start anew with --fresh"
+                )
+                found = "is missing" if actual is None else f"has {actual} of {size} bytes"
+                raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
+
+    def sweep(self) -> None:
+        """Removes what is no checkpoint: nobody writes one now."""
+        half_removed = [path for path in self._folder.glob("step_*") if not (path / COMPLETE).exists()]
+        for left_over in [*self._folder.glob(".step_*.writing"), *half_removed]:
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def _forget_old(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            remove(self._folder / f"step_{step}")
+
+
+def there_is(steps: list[int]) -> str:
+    return f"say one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
+
+
+def remove(checkpoint: Path) -> None:
+    """The marker goes first, so that a half-removed checkpoint is never taken for a complete one."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Forces a file's (or a folder's) content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,390 @@
+"""Learner: accepted groups to a trained batch. Score what the recipe needs, assign credit, take the optimiser steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from slime_core.algorithm.advantages import CreditedBatch, CreditRules, assign_credit
+from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.loss_weights import split_steps
+from slime_core.algorithm.metrics import (
+    column_metrics,
+    count_metrics,
+    group_metrics,
+    logged_metrics,
+    repetition_metrics,
+    reward_part_metrics,
+    rollout_metrics,
+    step_metrics,
+)
+from slime_core.algorithm.mismatch import mismatch_metrics
+from slime_core.algorithm.nonfinite import leave_out, name_samples, nonfinite_samples
+from slime_core.config.bound import BoundAlgo, BoundRun
+from slime_core.config.roles import RolePlan, Scoring
+from slime_core.config.run import DebugConfig
+from slime_core.contracts.needs import Need
+from slime_core.contracts.setup import RoutingReplay
+from slime_core.data.train_data import read_train_data, train_data_file
+from slime_core.errors import RolloutError, TrainingError
+from slime_core.rollout.teacher_client import EngineScorer
+from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.types.report import TrainReport
+from slime_core.types.sample import SampleGroup
+from slime_core.workers.train_group import Dispatch, Trainers
+
+METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
+"""Columns whose metric has another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlan:
+    """What the recipe asks of every batch; worked out once."""
+
+    roles: tuple[RolePlan, ...]
+    """In order of scoring."""
+    old_from_rollout: bool
+    reads_rollout: bool = False
+    """The engine's log-probs are used: they must be there."""
+    report_mismatch: bool = False
+    """Metrics of the gap between the trainer's log-probs and the engine's."""
+    rules: CreditRules
+    rollouts_per_batch: int
+    train_short_batch: bool
+    skip_nonfinite: bool = False
+    max_skipped_steps: int
+    ref_update_interval: int | None
+    recorded: Path | None = None
+    """Folder of train data to train on again, instead of what was collected."""
+    logged: DebugConfig = field(default_factory=DebugConfig)
+    """Metrics that were asked for."""
+
+    @classmethod
+    def of(cls, run: BoundRun) -> LearnerPlan:
+        keys = run.algo.keys
+        of_batch = [part.driver for part in run.algo.corrections if not part.driver.in_loss]
+        return cls(
+            roles=tuple(role.plan for role in run.roles),
+            old_from_rollout=run.algo.old_from_rollout(run.steps_per_rollout),
+            reads_rollout=keys.get_mismatch_metrics or Need.ROLLOUT_LOGPROBS in run.algo.needs,
+            report_mismatch=keys.get_mismatch_metrics
+            or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),
+            rules=credit_rules(run, run.algo),
+            rollouts_per_batch=run.rollouts_per_batch,
+            skip_nonfinite=run.config.train.on_nonfinite == "skip",
+            train_short_batch=run.config.train.on_short_batch == "train",
+            max_skipped_steps=run.config.train.max_skipped_steps,
+            ref_update_interval=run.config.train.ref_update_interval,
+            recorded=None if (folder := run.config.train.load_debug_train_data) is None else Path(folder),
+            logged=run.config.debug,
+        )
+
+
+def credit_rules(run: BoundRun, algo: BoundAlgo) -> CreditRules:
+    from slime_core.contracts.aggregation import Aggregation
+
+    keys = algo.keys
+    estimators = [(part.build(), frozenset(part.driver.needs)) for part in algo.estimators]
+    return CreditRules(
+        advantage=estimators[0][0] if estimators else None,
+        advantage_needs=estimators[0][1] if estimators else frozenset(),
+        advantage_terms=estimators[1:],
+        shaping=[part.build() for part in algo.shaping],
+        kl_reward=None if algo.kl_reward is None else algo.kl_reward.build(),
+        kl_coef=keys.kl_coef,
+        normalize_advantages=keys.normalize_advantages,
+        corrections=[
+            (part.build(), frozenset(part.driver.needs)) for part in algo.corrections if not part.driver.in_loss
+        ],
+        aggregation=Aggregation.TOKEN_MEAN if keys.calculate_per_token_loss else keys.aggregation,
+        rollouts_per_step=run.global_batch_size,
+        max_response_len=run.config.rollout.rollout_max_response_len,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoleTask:
+    """A role's part in one rollout batch."""
+
+    plan: RolePlan
+    trainers: Trainers
+    trains: bool
+    """Off in its idle steps."""
+
+    @property
+    def scoring(self) -> list[Scoring]:
+        return [scoring for scoring in self.plan.scoring if self.trains or scoring.by_others]
+
+
+class Learner:
+    """Trains the roles; counts consecutive steps of each that had to be skipped."""
+
+    def __init__(
+        self,
+        trainers: Mapping[str, Trainers],
+        plan: LearnerPlan,
+        *,
+        on_batch: Callable[[int, int, Batch, TokenColumns], None],
+        before_steps: Callable[[], None] = lambda: None,
+        teacher: EngineScorer | None = None,
+    ) -> None:
+        """`trainers`: by the name of the role. `before_steps`: called when they are about to change. `teacher`: where it stands
+        behind engines."""
+        self._teacher = teacher
+        self._trainers = trainers
+        self._plan = plan
+        self._on_batch = on_batch
+        self._before_steps = before_steps
+        self._skipped_in_a_row: Counter[str] = Counter()
+
+    async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
+        """One rollout batch; the report carries version + 1."""
+        started = time.perf_counter()
+        recorded: TokenColumns | None = None
+        if self._plan.recorded is None:
+            batch = assemble(groups)
+        else:
+            batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
+        self._check_experts(batch)
+        self._check_size(batch)
+        step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
+        tasks = [
+            RoleTask(plan=plan, trainers=self._trainers[plan.name], trains=rollout_id >= plan.idle_steps)
+            for plan in self._plan.roles
+        ]
+        dispatches = dispatch_to(tasks, batch, step_of_sample)
+        scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
+        scored = time.perf_counter()
+        counts: dict[str, float] = {}
+        if bad := self._nonfinite(batch, scores):
+            batch, scores, trained_in = leave_out(batch, scores, step_of_sample, np.array(list(bad)))
+            dispatches = dispatch_to(tasks, batch, trained_in)
+            counts["rollout/nonfinite_samples"] = float(len(bad))
+        columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
+        training = [task for task in tasks if task.trains]
+        if recorded is not None:
+            credited = CreditedBatch(columns=recorded, step_of_sample=step_of_sample)
+        else:
+            credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
+        self._on_batch(rollout_id, version, batch, credited.columns)
+        refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
+        self._before_steps()
+        # In the opposite order of scoring: devices that several share are still with the role that was scored last.
+        trained = await asyncio.gather(
+            *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
+        )
+        ended = time.perf_counter()
+        for role in trained:
+            self._check_skipped(role)
+        mismatch = self._mismatch(batch, scores, step_of_sample)
+        return TrainReport(
+            version=version + 1,
+            steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
+            rollout={
+                **rollout_metrics(batch, version),
+                **self._batch_metrics(batch, groups, {**columns, **scores}, columns.get(Need.ENTROPY)),
+                **credited.metrics,
+                **counts,
+            },
+            perf={
+                "perf/score_time": scored - started,
+                "perf/train_time": ended - started,
+                **self._speeds(batch, ended - scored, scoring_s, trained),
+            },
+        )
+
+    def _batch_metrics(
+        self,
+        batch: Batch,
+        groups: Sequence[SampleGroup],
+        columns: Mapping[str, Float32],
+        entropy: Float32 | None,
+    ) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group.samples]
+        return {
+            **group_metrics(batch),
+            **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}),
+            **repetition_metrics(samples),
+            **reward_part_metrics(samples, "rollout/reward_part"),
+            **count_metrics(samples, "rollout/count"),
+            **logged_metrics(self._plan.logged, batch, samples, entropy),
+        }
+
+    def _speeds(
+        self, batch: Batch, training_s: float, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]
+    ) -> dict[str, float]:
+        """Seconds of each scoring and each role, tokens per second, TFLOP per second and rank."""
+        tokens = len(batch.tokens)
+        return {
+            "perf/train_tokens": float(tokens),
+            "perf/train_tok_per_s": tokens / training_s,
+            **{f"perf/{METRIC_OF_COLUMN.get(name, name)}_time": seconds for name, seconds in scoring_s.items()},
+            **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
+            **{f"perf/{role.plan.name}_train_tok_per_s": tokens / role.seconds for role in trained},
+            **self._tflops(batch, scoring_s, trained),
+        }
+
+    async def _score(
+        self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
+    ) -> tuple[dict[str, Float32], dict[str, float]]:
+        """The columns that the roles fill, and at the same time the teacher's engines; and the seconds that each took."""
+        columns: dict[str, Float32] = {}
+        seconds: dict[str, float] = {}
+        work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
+        if self._teacher is not None:
+            work.append(score_teacher(self._teacher, batch))
+        for of_role, took in await asyncio.gather(*work):
+            columns |= of_role
+            seconds |= took
+        return columns, seconds
+
+    def _tflops(self, batch: Batch, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]) -> dict[str, float]:
+        """TFLOP per second and rank, counted from the model's shape; backward costs twice what forward does."""
+        metrics = {}
+        for role in trained:
+            forward = self._trainers[role.plan.name].forward_tflop(batch)
+            metrics[f"perf/{role.plan.name}_train_tflops"] = 3 * forward / role.seconds
+            old = scoring_s.get(Need.OLD_LOGPROBS)
+            if old is not None and any(scoring.column is Need.OLD_LOGPROBS for scoring in role.plan.scoring):
+                metrics["perf/log_probs_tflops"] = forward / old
+        return metrics
+
+    def _nonfinite(self, batch: Batch, scores: Mapping[str, Float32]) -> dict[int, str]:
+        """Samples to leave out, with the column that says so; TrainingError if there may be none."""
+        read = dict(scores)
+        if self._plan.old_from_rollout or self._plan.reads_rollout:
+            read["rollout_log_probs"] = batch.rollout_log_probs
+        bad = nonfinite_samples(batch, read)
+        if bad and not self._plan.skip_nonfinite:
+            raise TrainingError(
+                f"not finite: {name_samples(batch, bad)}. Say --on-nonfinite skip to train without such samples."
+            )
+        return bad
+
+    def _mismatch(
+        self, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
+    ) -> list[Mapping[str, float]]:
+        """Of each optimiser step; empty if the trainer's log-probs were not scored."""
+        log_probs = scores.get(Need.OLD_LOGPROBS)
+        if log_probs is None or not self._plan.report_mismatch:
+            return []
+        samples_of_step = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
+        return [
+            mismatch_metrics(batch.take(samples), log_probs[batch.response_rows(samples)])
+            for samples in samples_of_step
+        ]
+
+    def _rules(self, training: Sequence[RoleTask]) -> CreditRules:
+        """Corrections are computed for those who read them: an idle policy has no log-probs to correct."""
+        if any(task.plan.corrected for task in training):
+            return self._plan.rules
+        return replace(self._plan.rules, corrections=())
+
+    def _check_size(self, batch: Batch) -> None:
+        rollouts = len(np.unique(batch.rollout_id))
+        wanted = self._plan.rollouts_per_batch
+        # More would not be harmless: another optimiser step, for which the old log-probs are not the current ones.
+        if rollouts > wanted:
+            raise RolloutError(
+                f"the batch has {rollouts} rollouts, but {wanted} were asked for: what a generator makes of one answer "
+                "must share the rollout_id of its episode."
+            )
+        if rollouts < wanted and not self._plan.train_short_batch:
+            raise RolloutError(
+                f"the batch has {rollouts} rollouts, but {wanted} are wanted. Say --on-short-batch train to train on "
+                "what there is."
+            )
+
+    def _check_experts(self, batch: Batch) -> None:
+        wanted = [role.name for role in self._plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
+        if wanted and batch.routed_experts is None and batch.mask.any():
+            raise RolloutError(
+                "the batch has no expert ids, and train.use_rollout_routing_replay replays the engine's. Where it comes from a "
+                "file, the run that wrote that had to say --use-rollout-routing-replay too."
+            )
+
+    def _check_skipped(self, role: RoleReport) -> None:
+        name = role.plan.name
+        for step in role.steps:
+            self._skipped_in_a_row[name] = self._skipped_in_a_row[name] + 1 if step["skipped_steps"] else 0
+            if self._skipped_in_a_row[name] > self._plan.max_skipped_steps:
+                raise TrainingError(
+                    f"{self._skipped_in_a_row[name]} optimiser steps of the {name} in a row had a loss or gradient that is "
+                    f"not finite (--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them; lower "
+                    f"--{role.plan.metric_prefix}lr or look at the rewards."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """What the training of one role gave."""
+
+    plan: RolePlan
+    steps: Sequence[Mapping[str, float]]
+    """Metrics of each optimiser step, without prefix."""
+    seconds: float
+
+
+def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
+    """The batch on its way to every role that does something with it, by the role's name."""
+    wanted = [task for task in tasks if task.trains or task.scoring]
+    plain = replace(batch, routed_experts=None)
+    return {
+        task.plan.name: task.trainers.dispatch(
+            batch if task.plan.routing_replay is RoutingReplay.ROLLOUT else plain, step_of_sample
+        )
+        for task in wanted
+    }
+
+
+async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """The columns that this role fills, and the seconds that each took."""
+    columns: dict[str, Float32] = {}
+    seconds: dict[str, float] = {}
+    async with task.trainers.turn():
+        for scoring in task.scoring:
+            began = time.perf_counter()
+            scores = await task.trainers.score(dispatch, weights=scoring.weights)
+            columns[scoring.column.value] = scores[scoring.output]
+            seconds[scoring.column.value] = time.perf_counter() - began
+    return columns, seconds
+
+
+async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """As `score_role`, by engines."""
+    began = time.perf_counter()
+    column = await teacher.log_probs(batch)
+    name = Need.TEACHER_LOGPROBS.value
+    return {name: column}, {name: time.perf_counter() - began}
+
+
+async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:
+    """The optimiser steps of one role, and then, if it is due, its frozen copies."""
+    async with task.trainers.turn():
+        began = time.perf_counter()
+        steps = await task.trainers.train(dispatch, columns.only(task.plan.columns))
+        for name in task.plan.refreshed_copies if refresh else ():
+            await task.trainers.each("refresh_copy", name)
+        return RoleReport(plan=task.plan, steps=steps, seconds=time.perf_counter() - began)
+
+
+def join_steps(
+    of_driver: Sequence[Sequence[Mapping[str, float]]], trained: Sequence[RoleReport]
+) -> tuple[Mapping[str, float], ...]:
+    """Metrics of each optimiser step under the names that trackers see. All roles take equally many steps. `of_driver`:
+    what was computed here, several kinds of it."""
+    joined: list[dict[str, float]] = [{} for _ in trained[0].steps]
+    for kind in of_driver:
+        for number, metrics in enumerate(kind):
+            joined[number] |= {f"train/{name}": value for name, value in metrics.items()}
+    for role in reversed(trained):
+        for number, metrics in enumerate(role.steps):
+            joined[number] |= {f"train/{role.plan.metric_prefix}{name}": value for name, value in metrics.items()}
+    return tuple(joined)

@@ -1,0 +1,224 @@
+"""Manifest: what a run was made of. Its fingerprint decides whether two starts are the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from slime_core import __version__
+from slime_core.config.bound import BoundRun
+from slime_core.config.part import Part
+from slime_core.errors import PluginError
+
+MAY_CHANGE: Final = (
+    ("runs_dir",),
+    ("prepare",),
+    ("trackers",),
+    ("checkpoint",),
+    ("debug",),
+    ("train", "num_rollout"),
+    ("train", "num_epoch"),
+    ("data", "on_bad_row"),
+    ("eval",),
+    ("rollout", "dump_rollouts"),
+    ("rollout", "reward_workers"),
+    ("rollout", "reward_timeout"),
+    ("rollout", "reward_retries"),
+)
+"""Keys that a resumed run may change: they alter what is written down or how long it goes on, not what is trained."""
+
+REPLAY_MAY_CHANGE: Final = (
+    ("name",),
+    ("runs_dir",),
+    ("prepare",),
+    ("plugin",),
+    ("required_plugins",),
+    ("trackers",),
+    ("debug",),
+    ("checkpoint", "keep_checkpoints"),
+    ("checkpoint", "async_save"),
+    ("checkpoint", "save_hf"),
+    ("rollout", "dump_rollouts"),
+    ("rollout", "reward_workers"),
+    ("rollout", "reward_timeout"),
+    ("rollout", "reward_retries"),
+)
+"""Keys that the replay of a schedule may change. Not how many steps there are, nor when checkpoints are taken and what is
+evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
+are compared by their text."""
+
+LIBRARIES: Final = ("torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Written to manifest.json when a run starts."""
+
+    slime_core: str
+    python: str
+    libraries: Mapping[str, str]
+    plugins: Mapping[str, str]
+    """Where it was asked for, to `group:dist/name version`."""
+    plugin_files: Mapping[str, str]
+    """Single-file plugins and the hash of their text."""
+    trust_remote_code: bool
+    data: str
+    """Fingerprint of the training data."""
+    config: Mapping[str, Any]
+    """As resolved, with every option of every plugin."""
+    fingerprint: str
+    training: str
+    """The same without its name, where roles run and which rank holds what: equal, and one run can go on as the other."""
+    may_differ: tuple[tuple[str, ...], ...] = ()
+    """Keys that `training` leaves out."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+
+def resolved_config(run: BoundRun) -> dict[str, Any]:
+    """The run file as it was understood: defaults filled in, plugin options bound."""
+    config: dict[str, Any] = run.config.model_dump(mode="json")
+    for key, part in (
+        ("backend", run.backend),
+        ("engine", run.engine),
+        ("generate", run.generate),
+    ):
+        config[key] = table(part.name, part.config.model_dump(mode="json"))
+    rewards = [table(r.part.name, r.part.config.model_dump(mode="json")) for r in run.rewards]
+    if run.config.rewards:
+        own = ("weight", "label", "reward_key")
+        config["rewards"] = [
+            {**options, **{key: getattr(asked, key) for key in own}}
+            for options, asked in zip(rewards, run.config.rewards, strict=True)
+        ]
+    else:
+        config["reward"] = rewards[0] if rewards else None
+    algo = run.algo
+    keys = algo.keys.model_dump(mode="json")
+    keys |= {
+        "advantage": algo.advantage and table(algo.advantage.name, algo.advantage.config.model_dump(mode="json")),
+        "advantage_terms": [table(p.name, p.config.model_dump(mode="json")) for p in algo.advantage_terms],
+        "loss": table(algo.loss.name, algo.loss.config.model_dump(mode="json")),
+        "shaping": [table(p.name, p.config.model_dump(mode="json")) for p in algo.shaping],
+        "corrections": [table(p.name, p.config.model_dump(mode="json")) for p in algo.corrections],
+    }
+    if algo.critic_loss is not None:
+        keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
+    config["algo"] = table(algo.name, keys)
+    for role, part in run.role_backends.items():
+        config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
+    config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
+    config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
+    config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
+    config["train"]["global_batch_size"] = run.global_batch_size
+    return config
+
+
+def table(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(options) if name is None else {"name": name, **options}
+
+
+def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
+    config = resolved_config(run)
+    files = {file.path.name: file.sha256 for file in run.registry.plugin_files}
+    plugins = {
+        f"{part.where} {part.name}": f"{part.group}:{part.entry.qualified} {part.entry.version}" for part in run.parts
+    }
+    identity = {
+        "config": without(config, MAY_CHANGE),
+        "plugins": sorted({value for key, value in plugins.items() if not key.startswith(("trackers", "eval"))}),
+        "plugin_files": files,
+        "data": data_fingerprint,
+    }
+    may_differ = (*MAY_CHANGE, ("name",), *layout_keys(run))
+    moved = identity | {"config": without(config, may_differ)}
+    return Manifest(
+        slime_core=__version__,
+        python=platform.python_version(),
+        libraries={name: importlib.metadata.version(name) for name in LIBRARIES},
+        plugins=plugins,
+        plugin_files=files,
+        trust_remote_code=run.config.model.trust_remote_code,
+        data=data_fingerprint,
+        config=config,
+        fingerprint=hash_of(identity),
+        training=hash_of(moved),
+        may_differ=may_differ,
+    )
+
+
+def replay_identity(manifest: Manifest) -> dict[str, Any]:
+    """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
+    plugins, the texts of single-file plugins and the fingerprint of the data."""
+    others = {
+        "plugins": {where: name for where, name in manifest.plugins.items() if not where.startswith("trackers")},
+        "plugin_files": manifest.plugin_files,
+        "training_data": manifest.data,
+    }
+    kept: dict[str, Any] = json.loads(
+        json.dumps(without(manifest.config, REPLAY_MAY_CHANGE) | others, sort_keys=True, default=str)
+    )
+    return kept
+
+
+def hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def layout_keys(run: BoundRun) -> tuple[tuple[str, ...], ...]:
+    """Where roles run and, as far as their backends can load another's checkpoint, which rank holds what."""
+    backends: dict[tuple[str, ...], Part] = {("backend",): run.backend}
+    backends |= {("roles", role, "backend"): part for role, part in run.role_backends.items()}
+    options = [(*path, option) for path, part in backends.items() for option in sorted(part.driver.layout_options)]
+    return (("launcher",), *options)
+
+
+def without(config: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+    """`config` without the keys at these paths."""
+    result = dict(config)
+    for path in paths:
+        if len(path) == 1:
+            result.pop(path[0], None)
+        elif isinstance(result.get(path[0]), Mapping):
+            result[path[0]] = without(result[path[0]], (path[1:],))
+    return result
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: old -> new` for every key that differs, tables compared key by key."""
+    found = []
+    for key in sorted(set(old) | set(new)):
+        before, after, path = old.get(key), new.get(key), f"{prefix}{key}"
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += differences(before, after, f"{path}.")
+        elif before != after:
+            found.append(f"{path}: {before!r} -> {after!r}")
+    return found
+
+
+def check_required(requirements: tuple[str, ...]) -> None:
+    """PluginError unless every requirement (`slime-x>=0.1`) is met by what is installed."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    problems = []
+    for text in requirements:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            problems.append(f'required_plugins: "{text}" is not a requirement: {error}.')
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f'required_plugins: {requirement.name} is not installed: pip install "{text}".')
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f'required_plugins: {requirement.name} {version} is installed: pip install "{text}".')
+    if problems:
+        raise PluginError("\n".join(problems))

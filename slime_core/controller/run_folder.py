@@ -1,0 +1,146 @@
+"""RunFolder: where a run keeps everything, and which folder a start belongs to.
+
+A start whose fingerprint equals that of an unfinished folder goes on there. Otherwise it gets a new folder, NAME or
+NAME-2, NAME-3, …: nothing is ever overwritten unless asked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from slime_core.controller.manifest import Manifest, differences, without
+from slime_core.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside a run's folder."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces.jsonl"
+
+    @property
+    def schedule(self) -> Path:
+        return self.path / "schedule.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def train_data(self) -> Path:
+        return self.path / "train_data"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    def hf_of(self, role: str) -> Path:
+        """Of a trained role beside the policy."""
+        return self.path / f"hf-{role}"
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        try:
+            content: dict[str, Any] = json.loads(self.manifest.read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:
+            # Killed while it was first written: nothing had begun.
+            return None
+        return content
+
+
+def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool, resume: Path | None) -> RunFolder:
+    """The folder of this start. ConfigError if `resume` names one of another run."""
+    if resume is not None:
+        folder = RunFolder(resume)
+        found = folder.read_manifest()
+        if found is None:
+            raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
+        # The layout may be another: whoever insists on the folder takes other floating-point bits for it.
+        if found["fingerprint"] != manifest.fingerprint and found.get("training") != manifest.training:
+            there, here = (without(config, manifest.may_differ) for config in (found["config"], manifest.config))
+            changed = differences(there, here) or ["data or plugins differ"]
+            raise ConfigError(f"--resume {resume}: another run: {'; '.join(changed[:5])}.")
+        return folder
+    first = RunFolder(runs_dir / name)
+    if fresh:
+        clear_folder(first)
+        return first
+    number = 1
+    while True:
+        folder = RunFolder(runs_dir / (name if number == 1 else f"{name}-{number}"))
+        found = folder.read_manifest()
+        # With checkpoints and no manifest it is someone's run all the same.
+        if found is None and not folder.summary.exists() and not folder.checkpoints.exists():
+            return folder
+        if found is not None and found["fingerprint"] == manifest.fingerprint and not folder.summary.exists():
+            return folder
+        number += 1
+
+
+def clear_folder(folder: RunFolder) -> None:
+    """Removes it with all that is in it, unless a process works there."""
+    if not folder.path.exists():
+        return
+    with lock_folder(folder):
+        try:
+            shutil.rmtree(folder.path)
+        except OSError as error:
+            raise StorageError(f"--fresh: {folder.path} cannot be removed: {error}.") from error
+
+
+def lock_folder(folder: RunFolder) -> IO[str]:
+    """Held as long as the file is open; the system lets go of it when the process dies."""
+    return lock(
+        folder.path,
+        busy="this run is going on in another process. Wait for it, or give this one a --name.",
+        elsewhere="Say --runs-dir for another place.",
+    )
+
+
+def lock(folder: Path, *, busy: str, elsewhere: str) -> IO[str]:
+    """As above. `busy`: the error if another process holds it; `elsewhere`: what helps where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("w")
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error}. {elsewhere}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise ConfigError(f"{folder}: {busy}") from None
+    return handle

@@ -1,0 +1,211 @@
+"""Materials: what a run works on, loaded and checked before anything is started. A dry run stops here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from slime_core import groups
+from slime_core.config.bound import BoundEvalSet, BoundRun
+from slime_core.config.part import Part
+from slime_core.config.roles import COPY_KEYS, BoundRole
+from slime_core.contracts.source import DataSource
+from slime_core.controller.engine_folder import converter_for
+from slime_core.controller.manifest import check_required
+from slime_core.data.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
+from slime_core.data.render import PromptRenderer
+from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
+from slime_core.registry import bind
+from slime_models.image_processor import ImageProcessor
+from slime_models.video_reader import VideoReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+EVAL_SOURCE: Final = "files"
+"""The source that reads evaluation sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What a run works on, checked before anything is started: all that a dry run looks at."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model_config: Mapping[str, Any]
+    role_configs: Mapping[str, Mapping[str, Any]]
+    """config.json of the model that each trained role starts from."""
+    source: DataSource | None
+    """None: the collector brings its own groups."""
+    eval_sources: Mapping[str, DataSource]
+    num_rollout: int
+    converter: Part | None = None
+    """What makes trained weights into those that the policy's engines hold; None: they hold them as they are."""
+
+
+def load_materials(run: BoundRun) -> Materials:
+    """Tokenizer, model config and data. Raises ModelError or DataError for what cannot be used."""
+    config = run.config
+    check_required(config.required_plugins)
+    folder = Path(config.model.hf_checkpoint)
+    model_config = read_model_config(folder)
+    check_weights(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    role_configs = {role.name: load_role_config(role, len(tokenizer)) for role in run.roles}
+    for role in run.roles:
+        for name, copy in role.copies.items():
+            if copy != role.model_path:
+                check_copy(copy, tokenizer, where=COPY_KEYS[name], trust_remote_code=config.model.trust_remote_code)
+    if run.teacher is not None:
+        trusted = config.model.trust_remote_code
+        check_copy(run.teacher.model_path, tokenizer, where="engines.teacher.load", trust_remote_code=trusted)
+    if config.model.rollout_load is not None:
+        trusted = config.model.trust_remote_code
+        check_copy(run.engine_folder, tokenizer, where="model.rollout_load", trust_remote_code=trusted)
+    converter = converter_for(run) if run.pushes else None
+    rollout, data = config.rollout, config.data
+    max_prompt_len = rollout.rollout_max_prompt_len
+    if max_prompt_len is None and rollout.rollout_max_context_len is not None:
+        max_prompt_len = rollout.rollout_max_context_len - 1
+    images, videos = None, None
+    if data.multimodal_keys:
+        images = ImageProcessor(folder, trust_remote_code=config.model.trust_remote_code)
+        videos = VideoReader(folder, images) if "video" in data.multimodal_keys else None
+    source = None
+    if run.reads_prompts:
+        renderer = PromptRenderer(
+            tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            tool_key=data.tool_key,
+            image_key=data.multimodal_keys.get("image"),
+            images=images,
+            video_key=data.multimodal_keys.get("video"),
+            videos=videos,
+            apply_chat_template=data.apply_chat_template,
+            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            max_prompt_len=max_prompt_len,
+        )
+        source = run.source.build()(renderer, seed=run.rollout_seed)
+    evals = {settings.name: eval_source(run, settings, tokenizer, images, videos) for settings in run.evals}
+    return Materials(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        role_configs=role_configs,
+        source=source,
+        eval_sources=evals,
+        num_rollout=count_rollouts(run, source),
+        converter=converter,
+    )
+
+
+def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:
+    """ModelError for a folder that holds no weights, or a model that does not know all of the tokenizer's tokens."""
+    # The policy's folder is the run's, which was looked at before.
+    where = f"roles.{role.name}.load"
+    model_config = read_model_config(role.model_path, where=where)
+    check_weights(role.model_path, where=where)
+    known = model_config.get("text_config", model_config).get("vocab_size", vocabulary)
+    if known < vocabulary:
+        raise ModelError(
+            f"{role.model_path}: the {role.name}'s model has {known} tokens, the run's tokenizer {vocabulary}: it must start "
+            "from a model with the same tokenizer."
+        )
+    return model_config
+
+
+def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, trust_remote_code: bool) -> None:
+    """ModelError for a folder that holds no weights, or a model that scores other tokens than the run's."""
+    config = read_model_config(folder, where=where)
+    check_weights(folder, where=where)
+    known, wanted = config.get("text_config", config).get("vocab_size", len(tokenizer)), tokenizer.get_vocab()
+    if known < len(tokenizer):
+        raise ModelError(
+            f"{where} = {folder}: that model has {known} tokens, the run's tokenizer {len(tokenizer)}: it must be a model "
+            "with the same tokenizer."
+        )
+    if not has_tokenizer(folder):
+        return
+    found = load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab()
+    if differing := sorted(token for token in found.keys() | wanted.keys() if found.get(token) != wanted.get(token)):
+        shown = differing[0]
+        raise ModelError(
+            f"{where} = {folder}: its tokenizer is another one than the run's: {len(differing)} tokens differ, for example "
+            f"{shown!r}, which is {found.get(shown, 'unknown')} there and {wanted.get(shown, 'unknown')} in "
+            f"{tokenizer.name_or_path}. It must be a model with the same tokenizer."
+        )
+
+
+def eval_source(
+    run: BoundRun,
+    settings: BoundEvalSet,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+    videos: VideoReader | None,
+) -> DataSource:
+    """An evaluation set is read by the same kind of source as the training data, in order."""
+    renderer = PromptRenderer(
+        tokenizer,
+        input_key=settings.input_key,
+        label_key=settings.label_key,
+        metadata_key=settings.metadata_key,
+        tool_key=settings.tool_key,
+        image_key=run.config.data.multimodal_keys.get("image"),
+        images=images,
+        video_key=run.config.data.multimodal_keys.get("video"),
+        videos=videos,
+        apply_chat_template=settings.apply_chat_template,
+        apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
+        max_prompt_len=settings.max_prompt_len,
+    )
+    where = f"eval.datasets.{settings.name}"
+    files = run.registry.resolve(groups.SOURCES, EVAL_SOURCE, where=where)
+    try:
+        options = bind(files, {"prompt_data": [settings.path], "streaming": False}, where=where)
+        source: DataSource = files.driver.build(options)(renderer, seed=run.rollout_seed)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not source.num_rows:
+        raise DataError(f"{where}: {settings.path} has no usable row.")
+    return source
+
+
+def count_rollouts(run: BoundRun, source: DataSource | None) -> int:
+    train = run.config.train
+    if train.num_rollout is not None:
+        return train.num_rollout
+    rows = None if source is None else source.num_rows
+    if rows is None:
+        raise ConfigError("train.num_epoch: the number of rows is not known; say --num-rollout instead.")
+    batch = run.config.rollout.rollout_batch_size
+    num_rollout = (train.num_epoch or 1) * rows // batch
+    if not num_rollout:
+        raise ConfigError(
+            f"train.num_epoch = {train.num_epoch or 1}: {rows} rows do not fill one step of {batch} prompts. Say "
+            "--rollout-batch-size, or --num-rollout."
+        )
+    return num_rollout
+
+
+class NoSource(DataSource):
+    """Stands where a collector brings its own groups: there are no prompts."""
+
+    def take(self, num_prompts: int) -> list[Any]:
+        return []
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise CheckpointError("the checkpoint was taken with a data source, and this run has none")
+
+    @property
+    def num_rows(self) -> int | None:
+        return None
+
+    def fingerprint(self) -> str:
+        return ""

@@ -1,0 +1,135 @@
+"""schedule.jsonl: what decided the bits of a run whose order depends on time. With it another run does the same.
+
+A line is the identity of the run (first of all), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A
+resumed run cuts the file at its checkpoint, and what is repeated ends with the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from slime_core import __version__
+from slime_core.atomic_io.atomic_file import write_text
+from slime_core.controller.manifest import differences
+from slime_core.errors import ConfigError
+from slime_core.rollout.pool_events import News, NewsKind
+from slime_core.types.schedule import EngineEvent, EventKind
+
+SHOWN: Final = 8
+"""Differences that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSchedule:
+    """Of a whole run, over all its attempts."""
+
+    engines: Mapping[int, list[EngineEvent]] = field(default_factory=dict)
+    pool: Sequence[News] = ()
+    requests: Sequence[Mapping[str, Sequence[int]]] = ()
+    """Up to each checkpoint: which engine had a request, each time that it was made."""
+
+
+class ScheduleFile:
+    """Appended to after every step, and at every checkpoint."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, resumed_at: int | None) -> None:
+        """`identity`: see `manifest.replay_identity`. `resumed_at`: the step of the checkpoint that the run goes on
+        from; None: it begins."""
+        self._path = path
+        kept = [] if resumed_at is None or not path.exists() else lines_up_to(path, resumed_at)
+        lines = kept or [{"run": identity}]
+        if resumed_at is not None:
+            lines.append({"attempt": resumed_at})
+            if not kept:
+                broken = "there the run was resumed, and nothing says what had led to its checkpoint"
+                lines.append({"checkpoint": resumed_at, "broken": broken})
+            elif changed := differences(kept[0].get("run", {}), identity):
+                broken = f"there the run was resumed with other settings ({told(changed)})"
+                lines.append({"checkpoint": resumed_at, "broken": broken})
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> None:
+        """What was heard since the last call."""
+        self._append(lines_of(engines, pool))
+
+    def checkpoint(
+        self,
+        rollout_id: int,
+        engines: Mapping[int, Sequence[EngineEvent]],
+        pool: Sequence[News],
+        *,
+        broken: str | None = None,
+    ) -> None:
+        """As `add`, before the checkpoint itself is written. `broken`: why what led to it cannot be repeated."""
+        mark = {"checkpoint": rollout_id} | ({} if broken is None else {"broken": broken})
+        self._append([*lines_of(engines, pool), mark])
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        with self._path.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [{"engine": index, "events": events} for index, events in engines.items() if events]
+    return [*lines, {"pool": pool}] if pool else lines
+
+
+def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
+    """The lines of what a checkpoint holds; none if it is not spoken of."""
+    lines = whole_lines(path)
+    for place, line in enumerate(lines):
+        if line.get("checkpoint") == rollout_id:
+            return lines[: place + 1]
+    return []
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Without one that a killed run broke off."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def told(changed: Sequence[str]) -> str:
+    return "; ".join(changed[:SHOWN]) + (f"; and {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
+
+
+def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
+    """ConfigError if it is not one, or was recorded by a run of another identity (`manifest.replay_identity`)."""
+    where = f"--replay-schedule {path}"
+    try:
+        lines = whole_lines(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: cannot be read: {error}. A run with --ahead 2 or more leaves one.") from error
+    if not lines or "run" not in lines[0]:
+        raise ConfigError(
+            f"{where}: does not begin with the run that it was recorded by: slime {__version__} cannot repeat it."
+        )
+    if changed := differences(lines[0]["run"], identity):
+        raise ConfigError(
+            f"{where}: recorded with other settings, plugins or data (recorded -> now): {told(changed)}. Start with those that "
+            "it was recorded with: config.toml beside it has them."
+        )
+    engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
+    pool: list[News] = []
+    requests: list[defaultdict[str, list[int]]] = [defaultdict(list)]
+    # A run that was killed had gone on from its last checkpoint, and no step says how far.
+    last = max((place for place, line in enumerate(lines) if "checkpoint" in line), default=0)
+    for line in lines[: last + 1]:
+        if "broken" in line:
+            raise ConfigError(f"{where}: cannot be repeated beyond step {line['checkpoint']}: {line['broken']}.")
+        if "attempt" in line:
+            for events in engines.values():
+                events.append(EngineEvent(0, EventKind.RESTART))
+        for at, kind, names, version in line.get("events", ()):
+            engines[line["engine"]].append(EngineEvent(at, EventKind(kind), tuple(names), version))
+            for name in names if kind == EventKind.SUBMIT else ():
+                requests[-1][name].append(line["engine"])
+        for kind, number, ended, generated in line.get("pool", ()):
+            pool.append(News(NewsKind(kind), number, tuple(ended), tuple(generated)))
+        if "checkpoint" in line:
+            requests.append(defaultdict(list))
+    return RecordedSchedule(engines, pool, requests[:-1])

@@ -1,0 +1,203 @@
+"""Startup: a bound run to a Session, and its end. The order: data, folder, trainers and engines, state, observers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import tomlkit
+
+from slime_core.atomic_io.atomic_file import write_text
+from slime_core.atomic_io.storage import storage_errors
+from slime_core.config.bound import BoundRun
+from slime_core.contracts.hookspecs import LoopHeld, Run, RunEnd, RunStart
+from slime_core.contracts.tracker import RunInfo, Tracker
+from slime_core.controller.assembly import RunPlace, assemble_session
+from slime_core.controller.checkpoint import CheckpointStore, RunState
+from slime_core.controller.event_log import EventLog
+from slime_core.controller.event_loop_watchdog import LoopWatch
+from slime_core.controller.gc_control import settled_heap
+from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
+from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.controller.run_inputs import Materials
+from slime_core.controller.saving import read_ahead
+from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
+from slime_core.controller.session import Session
+from slime_core.controller.supervision import supervisors
+from slime_core.errors import CheckpointError, ConfigError
+from slime_core.registry.hooks import Hooks
+from slime_core.rollout.pool_events import PoolRecord, RequestScript
+from slime_core.workers.choose import build_launcher, choose_device
+
+LOOP_HELD_S: Final = 30.0
+"""So long a run stands still before it is told who holds its loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """How `slime run` was asked to start."""
+
+    fresh: bool = False
+    resume: Path | None = None
+    ckpt_step: int | None = None
+    replay: Path | None = None
+    """The schedule of another run, to be repeated."""
+
+
+@contextlib.asynccontextmanager
+async def start(
+    run: BoundRun, materials: Materials, options: StartOptions, observers: Mapping[str, object]
+) -> AsyncIterator[Session]:
+    """The running session; on the way out everything is stopped and observers are told, whatever happened."""
+    fingerprint = "" if materials.source is None else materials.source.fingerprint()
+    manifest = build_manifest(run, data_fingerprint=fingerprint)
+    config = run.config
+    device = choose_device(config.launcher.device)
+    # First of all: --fresh removes a run.
+    recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
+    folder = choose_run_folder(run, manifest, options)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(storage_errors(folder.path))
+        stack.enter_context(lock_folder(folder))
+        attempt = count_attempt(folder)
+        store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints)
+        found = store.load(options.ckpt_step)
+        state = RunState() if found is None else found[0]
+        if options.ckpt_step is not None:
+            store.set_aside_after(options.ckpt_step)
+        write_text(folder.manifest, manifest.to_json())
+        write_text(folder.config, tomlkit.dumps(drop_none(manifest.config)))
+        event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
+        hooks = Hooks.load(run.registry, own={"slime/events": EventLog(folder.events), **observers})
+        trackers = start_trackers(run, event, None if attempt == 1 else state.rollout_id, stack)
+        launcher = build_launcher(config.launcher)
+        stack.push_async_callback(launcher.stop)
+        place = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
+        session = await assemble_session(run, materials, launcher, place, stack)
+        session.trackers = trackers
+        if found is not None:
+            await restore(session, found[1])
+        if run.records_schedule:
+            resumed_at = None if found is None else state.rollout_id
+            session.schedule = ScheduleFile(folder.schedule, replay_identity(manifest), resumed_at=resumed_at)
+        if recorded is not None:
+            if found is not None:
+                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say another --name.")
+            await follow(session, recorded)
+        plugins = tuple(sorted({part.entry.qualified for part in run.parts}))
+        started = RunStart(run=event, rollout_id=state.rollout_id, version=state.version, plugins=plugins)
+        hooks.run_start(started)
+        stack.enter_context(settled_heap())
+        stack.enter_context(loop_watch(session))
+        if config.rollout.use_fault_tolerance:
+            for supervisor in supervisors(session, launcher):
+                await stack.enter_async_context(supervisor)
+        with run_end_event(session):
+            yield session
+
+
+def choose_run_folder(run: BoundRun, manifest: Manifest, options: StartOptions) -> RunFolder:
+    """CheckpointError if a checkpoint was named, and no unfinished run has one."""
+    config = run.config
+    folder = choose_folder(Path(config.runs_dir), manifest, config.name, fresh=options.fresh, resume=options.resume)
+    if options.ckpt_step is not None and folder.read_manifest() is None:
+        raise CheckpointError(
+            f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
+            f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
+        )
+    return folder
+
+
+def start_trackers(
+    run: BoundRun, event: Run, resumed_at: int | None, stack: contextlib.AsyncExitStack
+) -> Sequence[Tracker]:
+    """They are finished on the way out of the run, the last one first."""
+    trackers = [part.build() for part in run.trackers]
+    info = RunInfo(
+        name=event.name, run_dir=event.run_dir, config=event.config, attempt=event.attempt, resumed_at=resumed_at
+    )
+    for tracker in trackers:
+        tracker.start(info)
+        stack.push(partial(finish, tracker))
+    return trackers
+
+
+def loop_watch(session: Session) -> LoopWatch:
+    def held(seconds: float, where: str) -> None:
+        session.hooks.loop_held(LoopHeld(run=session.event, seconds=seconds, where=where))
+
+    return LoopWatch(LOOP_HELD_S, held)
+
+
+@contextlib.contextmanager
+def run_end_event(session: Session) -> Iterator[None]:
+    """Observers are told of the end, and of the error that ended it."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        state = session.state
+        session.hooks.run_end(
+            RunEnd(run=session.event, rollout_id=state.rollout_id, version=state.version, error=error)
+        )
+
+
+def finish(
+    tracker: Tracker, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    """On the way out of the run. What ended that is the one to tell, and may be the same: a server that is gone."""
+    try:
+        tracker.finish()
+    except Exception as failed:
+        if error is None:
+            raise
+        error.add_note(f"Then a tracker could not be finished: {failed}")
+
+
+async def follow(session: Session, recorded: RecordedSchedule) -> None:
+    """Makes engines and collector do as they did then."""
+    assert session.client is not None, "a schedule of the same settings is of a run with engines"
+    for index, events in recorded.engines.items():
+        engine = session.client.engine(index)
+        assert engine is not None
+        await engine.call("follow", events)
+    session.client.script = RequestScript(recorded.requests)
+    session.record = PoolRecord(recorded.pool)
+
+
+async def restore(session: Session, checkpoint: Path) -> None:
+    """Takes on what a checkpoint holds."""
+    async with session.residency.train():
+        for name, trainers in session.roles.items():
+            async with trainers.turn():
+                await trainers.load(checkpoint / "trainer" / name)
+    session.buffer.load(checkpoint / "buffer")
+    session.kept_ahead = read_ahead(checkpoint, session.state)
+
+
+def count_attempt(folder: RunFolder) -> int:
+    """1 for the first start in this folder, one more for each that follows."""
+    try:
+        attempt = int(json.loads(folder.attempts.read_text())) + 1
+    except FileNotFoundError:
+        attempt = 1
+    write_text(folder.attempts, json.dumps(attempt))
+    return attempt
+
+
+def drop_none(value: Any) -> Any:
+    """TOML has no null: what is not set is left out."""
+    if isinstance(value, Mapping):
+        return {key: drop_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [drop_none(inner) for inner in value if inner is not None]
+    return value

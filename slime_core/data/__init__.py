@@ -1,0 +1,1 @@
+"""Prompts and groups at rest: rendering, the data buffer, Parquet, and Hugging Face model folders."""

@@ -1,0 +1,100 @@
+"""A Hugging Face model folder: its config and its tokenizer, with errors that say what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from slime_core.data.weight_files import INDEX
+from slime_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Of models that take more than text: what says how it becomes numbers."""
+WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
+
+
+def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> dict[str, Any]:
+    """The content of config.json. `where`: the key that names the folder."""
+    if not folder.is_dir():
+        raise ModelError(f"{where} = {folder}: no such folder. Give a folder with config.json and weights.")
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"{where} = {folder}: no config.json in it; there is {there}.") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    return config
+
+
+def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
+    """ModelError if the folder holds no weights, a file that is cut short, or an index of files that are not there; the
+    backend says whether they fit."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # Opening reads the header alone, and compares it with the file's size.
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{file}: damaged or cut short ({error}). Copy or download it again; it has {file.stat().st_size} bytes."
+            ) from error
+    if not any(file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)):
+        raise ModelError(f"{where} = {folder}: no weights in it ({' or '.join(WEIGHT_PATTERNS)}). Copy them there.")
+    check_index(folder / INDEX)
+
+
+def check_index(index: Path) -> None:
+    """ModelError unless all files that it names lie beside it. It need not exist."""
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: cannot be read: {error!r}. Copy or download it again.") from error
+    if missing := sorted(name for name in named if not (index.parent / name).is_file()):
+        raise ModelError(f"{index}: it names files that are not there: {', '.join(missing)}. Copy them there.")
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """What the folder of a model with images needs beside weights and tokenizer."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def copy_generation_and_code(source: Path, target: Path) -> None:
+    """What a saved model needs of the folder that it started from, beside config and tokenizer: how text is generated, and the
+    modules that `auto_map` of its config names."""
+    for file in sorted([*source.glob("generation_config.json"), *source.glob("*.py")]):
+        shutil.copyfile(file, target / file.name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The folder's own tokenizer; ModelError if there is none or it cannot be read."""
+    if not has_tokenizer(folder):
+        raise ModelError(
+            f"{folder}: no tokenizer in it (tokenizer.json or tokenizer_config.json). Copy the tokenizer's files there."
+        )
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    # The run has a progress bar of its own.
+    disable_progress_bar()
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer

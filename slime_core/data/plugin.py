@@ -1,0 +1,16 @@
+"""Driver of the kernel's buffer filter."""
+
+from __future__ import annotations
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.filter import BufferFilter, BufferFilterDriver
+
+
+class PopFirst(BufferFilterDriver):
+    """What has waited longest goes first."""
+
+    @classmethod
+    def build(cls, config: DriverConfig) -> BufferFilter:
+        from slime_core.data.pop_first import PopFirstFilter
+
+        return PopFirstFilter()

@@ -1,0 +1,221 @@
+"""Who else wants to know? The typed facade that tells observers; nobody else calls pluggy's relay."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from slime_core import groups
+from slime_core.contracts.hookspecs import (
+    HOOK_NAMES,
+    PROJECT,
+    BatchReady,
+    CheckpointSaved,
+    EngineLost,
+    EngineRecovered,
+    EngineRestarted,
+    EvalDone,
+    GroupsFinished,
+    HookSpecs,
+    LoopHeld,
+    PublishEnd,
+    PublishStart,
+    RolloutEnd,
+    RolloutStart,
+    RunEnd,
+    RunStart,
+    SampleFailed,
+    StepTrained,
+)
+from slime_core.errors import PluginError, StorageError, near_matches
+from slime_core.registry.registry import DENY_VARIABLE
+
+if TYPE_CHECKING:
+    from slime_core.registry.registry import Registry
+
+Trace = Callable[[str], None]
+
+
+class Hooks:
+    """One method per hook. An observer that raises stops the run with a PluginError that names it; at `run_end` all
+    observers are told first, and what failed is raised together."""
+
+    def __init__(self, plugins: Mapping[str, object] | None = None, *, trace: Trace | None = None) -> None:
+        """`plugins`: `dist/name` to a module or an object (a class is made into an object) with marked functions.
+        PluginError lists everything that is wrong with any of them."""
+        self._trace = trace
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        problems = [problem for name, plugin in (plugins or {}).items() for problem in self._register(name, plugin)]
+        if problems:
+            raise PluginError("\n".join(problems))
+        self._manager.check_pending()
+        self._listeners = {hook: self._observers(hook) for hook in HOOK_NAMES}
+
+    @classmethod
+    def load(cls, registry: Registry, *, own: Mapping[str, object] | None = None) -> Hooks:
+        """Imports and registers every entry of the group `slime`, each under `dist/name`, after the caller's `own`.
+        What the registry traces is traced here too."""
+        plugins: dict[str, object] = dict(own or {})
+        problems = []
+        for entry in registry.entries(groups.HOOKS):
+            if entry.qualified in plugins:
+                problems.append(f"hooks: {entry.provenance} registers {entry.name} twice. Upgrade it, or uninstall it.")
+                continue
+            try:
+                plugins[entry.qualified] = registry.load(entry, where="hooks")
+            except PluginError as error:
+                problems.append(f"{error}, or {_way_out(entry.dist)}.")
+        if problems:
+            raise PluginError("\n".join(problems))
+        return cls(plugins, trace=registry.trace)
+
+    @property
+    def names(self) -> list[str]:
+        """The observers, as `dist/name`, sorted."""
+        return sorted(name for name, _ in self._manager.list_name_plugin())
+
+    def run_start(self, event: RunStart) -> None:
+        self._tell("run_start", event)
+
+    def run_end(self, event: RunEnd) -> None:
+        """Tells every observer, even after one failed."""
+        failures = []
+        for name, call in self._listeners["run_end"]:
+            try:
+                self._tell_one("run_end", name, call, event)
+            except PluginError as error:
+                failures.append(error)
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise PluginError("\n".join(map(str, failures))) from ExceptionGroup(
+                "observers failed at run_end", failures
+            )
+
+    def rollout_start(self, event: RolloutStart) -> None:
+        self._tell("rollout_start", event)
+
+    def rollout_end(self, event: RolloutEnd) -> None:
+        self._tell("rollout_end", event)
+
+    def groups_finished(self, event: GroupsFinished) -> None:
+        self._tell("groups_finished", event)
+
+    def batch_ready(self, event: BatchReady) -> None:
+        self._tell("batch_ready", event)
+
+    def step_trained(self, event: StepTrained) -> None:
+        self._tell("step_trained", event)
+
+    def publish_start(self, event: PublishStart) -> None:
+        self._tell("publish_start", event)
+
+    def publish_end(self, event: PublishEnd) -> None:
+        self._tell("publish_end", event)
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        self._tell("checkpoint_saved", event)
+
+    def eval_done(self, event: EvalDone) -> None:
+        self._tell("eval_done", event)
+
+    def engine_lost(self, event: EngineLost) -> None:
+        self._tell("engine_lost", event)
+
+    def engine_restarted(self, event: EngineRestarted) -> None:
+        self._tell("engine_restarted", event)
+
+    def engine_recovered(self, event: EngineRecovered) -> None:
+        self._tell("engine_recovered", event)
+
+    def sample_failed(self, event: SampleFailed) -> None:
+        self._tell("sample_failed", event)
+
+    def loop_held(self, event: LoopHeld) -> None:
+        self._tell("loop_held", event)
+
+    def _tell(self, hook: str, event: object) -> None:
+        for name, call in self._listeners[hook]:
+            self._tell_one(hook, name, call, event)
+
+    def _tell_one(self, hook: str, name: str, call: Callable[..., Any], event: object) -> None:
+        started = time.perf_counter()
+        try:
+            call(event)
+        except StorageError:
+            # A full disk is nothing that could be mended in the observer.
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"hook {hook}: the observer {name} failed: {type(error).__name__}: {error}. "
+                f"Mend it, or {_way_out(name.partition('/')[0])}."
+            ) from error
+        finally:
+            if self._trace is not None:
+                self._trace(f"hook {hook} {name} {1000 * (time.perf_counter() - started):.1f} ms")
+
+    def _observers(self, hook: str) -> Sequence[tuple[str, Callable[..., None]]]:
+        # The relay would call them all and say only that one failed; taken one by one, each failure has a name. pluggy
+        # calls the last one first, and keeps tryfirst at the end.
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
+        return [
+            (implementation.plugin_name, functools.partial(_call, implementation))
+            for implementation in reversed(caller.get_hookimpls())
+        ]
+
+    def _register(self, name: str, plugin: object) -> list[str]:
+        try:
+            observer = plugin() if isinstance(plugin, type) else plugin
+        except TypeError as error:
+            return [f"hook module {name}: the class cannot be made without arguments: {error}."]
+        # By identity: pluggy would ask for equality, which an observer may define.
+        known = next((other for other, there in self._manager.list_name_plugin() if there is observer), None)
+        if known is not None:
+            return [f"hook module {name}: is the same object as {known}; register it once."]
+        try:
+            self._manager.register(observer, name)
+        except pluggy.PluginValidationError as error:
+            return [f"hook module {name}: {' '.join(str(error).split())}. Hooks take one parameter, event."]
+        callers = self._manager.get_hookcallers(observer) or []
+        if not callers:
+            return [f"hook module {name}: no function is marked with slime_core.contracts.hookspecs.hookimpl."]
+        return [
+            f"hook module {name}: {problem}"
+            for caller in callers
+            for implementation in caller.get_hookimpls()
+            if implementation.plugin is observer and (problem := _problem(caller, implementation))
+        ]
+
+
+def _call(implementation: pluggy.HookImpl, event: object) -> None:
+    """With the arguments that it takes: the event, or none."""
+    implementation.function(*([event] if implementation.argnames else []))
+
+
+def _way_out(dist: str) -> str:
+    if dist.endswith(".py"):
+        return f"leave out --plugin {dist}"
+    return f"switch it off with {DENY_VARIABLE}={dist}"
+
+
+def _problem(caller: pluggy.HookCaller, implementation: pluggy.HookImpl) -> str:
+    """What pluggy would let pass in silence; empty if nothing."""
+    if not caller.has_spec():
+        if implementation.optionalhook:
+            return ""
+        close = near_matches(caller.name, HOOK_NAMES)
+        matched = f"; close match: {', '.join(close)}" if close else ""
+        return f"unknown hook {caller.name}{matched}. Available: {', '.join(HOOK_NAMES)}."
+    if implementation.kwargnames:
+        return f"{caller.name} has a default for {', '.join(implementation.kwargnames)}, which is then never filled."
+    if implementation.wrapper or implementation.hookwrapper:
+        return f"{caller.name} is a wrapper; observers have nothing to wrap: take the event and return."
+    if inspect.iscoroutinefunction(implementation.function) or inspect.isgeneratorfunction(implementation.function):
+        return f"{caller.name} is async or a generator, so its body would never run: write a plain def."
+    return ""

@@ -1,0 +1,103 @@
+"""The one place in the kernel where plugins, and what they wrap, are called by name: what to install for a known name
+that is missing, and which modules are too heavy for the module that an entry point names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from slime_core import groups
+
+DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    groups.BACKENDS: {"slime-fsdp": ("fsdp",), "slime-megatron": ("megatron",)},
+    groups.ENGINES: {"slime-local": ("local",), "slime-sglang": ("sglang",)},
+    groups.ALGORITHMS: {
+        "slime-grpo": ("grpo", "dr_grpo", "dapo", "gspo", "cispo"),
+        "slime-ppo": ("ppo",),
+        "slime-reinforce": ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"),
+        "slime-distill": ("opd", "sft"),
+    },
+    groups.ADVANTAGES: {
+        "slime-grpo": ("group_norm",),
+        "slime-ppo": ("gae",),
+        "slime-reinforce": ("discounted_return", "group_baseline", "leave_one_out"),
+        "slime-distill": ("reverse_kl",),
+    },
+    groups.LOSSES: {
+        "slime-grpo": ("clip", "sequence_clip", "cispo"),
+        "slime-ppo": ("value",),
+        "slime-distill": ("sft",),
+    },
+    groups.KL: {"slime-estimators": ("k1", "k2", "k3", "low_var_kl")},
+    groups.CORRECTIONS: {"slime-estimators": ("tis", "icepop", "mis", "opsm")},
+    groups.REWARDS: {
+        "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
+        "slime-agents": ("retool",),
+        "slime-compat": ("compat",),
+        "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
+    },
+    groups.COLLECTORS: {"slime-distill": ("sft",)},
+    groups.FILTERS: {
+        "slime-compat": ("compat",),
+        "slime-filters": (
+            "nonzero_std",
+            "pass_rate_band",
+            "length",
+            "overlong_filter",
+            "priority",
+            "fresh_first",
+            "oldest_first",
+        ),
+    },
+    groups.GENERATORS: {
+        "slime-search-r1": ("search_r1",),
+        "slime-agents": ("retool", "multi_agent", "openai_agent"),
+        "slime-buffer-service": ("outside_agents",),
+        "slime-verifiers": ("verifiers",),
+        "slime-compat": ("compat",),
+    },
+    groups.SOURCES: {"slime-sources": ("files", "stream", "curriculum", "sums"), "slime-verifiers": ("verifiers",)},
+    groups.MIDDLEWARES: {
+        "slime-router": (
+            "radix_cache",
+            "load_balance",
+            "priority",
+            "session_affinity",
+            "record",
+            "retry",
+            "rate_limit",
+        ),
+    },
+    groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
+    groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
+    groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+}
+"""Group to distribution to the names that it registers."""
+
+HEAVY_MODULES: Final = frozenset(
+    {
+        "datasets",
+        "deepspeed",
+        "flash_attn",
+        "jax",
+        "megatron",
+        "ray",
+        "sglang",
+        "sglang_router",
+        "tensorflow",
+        "torch",
+        "transformer_engine",
+        "transformers",
+        "vllm",
+    }
+)
+"""What the module that an entry point names may not import: only `build` may."""
+
+
+def install_hint(group: str, name: str) -> str:
+    """The sentence that says what to install for a known name; empty for any other."""
+    wanted = name.replace("-", "_").lower()
+    for dist, names in DISTRIBUTION_OF.get(group, {}).items():
+        if wanted in names:
+            return f"{wanted} comes with {dist}: pip install {dist}"
+    return ""

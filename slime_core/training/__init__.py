@@ -1,1 +1,0 @@
-"""What training backends share: torch over packed sequences, and what stands beside it."""

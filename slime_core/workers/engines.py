@@ -1,0 +1,133 @@
+"""Engines: those of the policy, and those of other models, started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime_core.config.bound import BoundEngines, BoundRun
+from slime_core.contracts.engine import Capability, EngineInfo
+from slime_core.contracts.middleware import RouterMiddleware
+from slime_core.errors import EngineError
+from slime_core.rollout.client import EngineClient
+from slime_core.rollout.engine_slot import EngineHandle
+from slime_core.rollout.served_engines import ServedEngines
+from slime_core.rollout.teacher_client import EngineScorer
+from slime_core.workers.engine_specs import EngineSpecs
+from slime_core.workers.engine_worker import EngineWorkerSpec
+from slime_core.workers.launcher import Launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngines:
+    """By what they are for; None: the run has none of these."""
+
+    policy: EngineClient | None
+    teacher: EngineScorer | None
+    reward: ServedEngines | None
+
+    @property
+    def served(self) -> tuple[ServedEngines, ...]:
+        """Those of models that are not trained."""
+        teacher = None if self.teacher is None else self.teacher.engines
+        return tuple(engines for engines in (teacher, self.reward) if engines is not None)
+
+
+async def start_engines(
+    specs: EngineSpecs,
+    launcher: Launcher,
+    middlewares: Mapping[str, RouterMiddleware],
+    with_engine: bool,
+    first: asyncio.Task[Any] | None,
+) -> StartedEngines:
+    """The policy's, behind `middlewares`, if it is to have any; and those of other models. `first`: what has to be there
+    before."""
+    if first is not None:
+        await asyncio.wait({first})
+    run = specs.run
+    client, teacher, reward = None, None, None
+    if with_engine:
+        of_policy = specs.of_policy()
+        engines, infos = await launcher.start_engines(of_policy)
+        require_sleep(of_policy, infos)
+        if run.config.data.multimodal_keys:
+            require_images(of_policy, infos)
+        require_experts(of_policy, infos)
+        client = client_of(run, engines, middlewares)
+    if run.teacher is not None:
+        served = await start_served(specs, run.teacher, launcher)
+        teacher = EngineScorer(run.teacher.name, served, max_losses=run.config.rollout.max_retries)
+    if run.reward_model is not None:
+        reward = await start_served(specs, run.reward_model, launcher)
+    return StartedEngines(policy=client, teacher=teacher, reward=reward)
+
+
+async def start_served(specs: EngineSpecs, row: BoundEngines, launcher: Launcher) -> ServedEngines:
+    of_row = specs.of_row(row)
+    engines, infos = await launcher.start_engines(of_row)
+    require_address(of_row, infos)
+    return ServedEngines(client_of(specs.run, engines, {}), infos, row.model_path, first_index=of_row[0].setup.index)
+
+
+def client_of(
+    run: BoundRun, engines: Sequence[EngineHandle], middlewares: Mapping[str, RouterMiddleware]
+) -> EngineClient:
+    rollout = run.config.rollout
+    return EngineClient(
+        engines,
+        concurrency=rollout.concurrency,
+        middlewares=list(middlewares.values()),
+        max_losses=rollout.max_retries,
+        call_limit_s=rollout.engine_call_timeout,
+    )
+
+
+def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
+    """By name, outermost first; a second one of a name has its number behind it."""
+    built: dict[str, RouterMiddleware] = {}
+    for part in run.middlewares:
+        name = part.entry.name
+        built[name if name not in built else f"{name}-{len(built)}"] = part.build()
+    return built
+
+
+def require_images(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that could not be given a prompt of this run."""
+    for spec, info in zip(specs, infos, strict=True):
+        if Capability.IMAGES not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} takes no images with the model {spec.setup.model_path} (data.multimodal_keys). Use "
+                "another engine, or another model."
+            )
+
+
+def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that should give memory back and cannot."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.offload and Capability.SLEEP not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
+                "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
+            )
+
+
+def require_experts(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine that should tell expert ids and cannot."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.routed_experts and Capability.ROUTED_EXPERTS not in info.capabilities:
+            raise EngineError(
+                f"engine {spec.setup.index} does not tell which experts it chose (train.use_rollout_routing_replay). Say "
+                "--use-routing-replay to replay the trainer's own choice, or use an engine that tells."
+            )
+
+
+def require_address(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+    """EngineError for an engine of a reward model that nobody could ask."""
+    for spec, info in zip(specs, infos, strict=True):
+        if spec.setup.reward_model and info.address is None:
+            raise EngineError(
+                f"engine {spec.setup.index} serves no requests over HTTP, and rewards ask the model of engines.reward so. Use "
+                "another engine (--engines.reward.engine)."
+            )

@@ -1,0 +1,115 @@
+"""local: everything in this process. Engines share the event loop, each trainer rank has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from slime_core.contracts.engine import EngineInfo
+from slime_core.rollout.engine_slot import EngineHandle
+from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.workers.engine_worker import EngineWorker, EngineWorkerSpec
+from slime_core.workers.launcher import Launcher, RankHandle
+from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
+
+STOP_S: Final = 45.0
+"""What a lost engine gets to end its processes."""
+
+
+class LocalRank:
+    """Calls run in the rank's thread, so that the loop goes on answering (progress, Ctrl-C) while it trains."""
+
+    def __init__(self, worker: TrainWorker, thread: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self._thread = thread
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        bound = getattr(self._worker, method)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: bound(*args, **kwargs))
+
+    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+        items = await self.call(method, *args)
+        loop, ended = asyncio.get_running_loop(), object()
+        while (item := await loop.run_in_executor(self._thread, next, items, ended)) is not ended:
+            yield item
+
+
+class LocalEngine:
+    """An engine in this event loop."""
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self._worker = worker
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+        return self._worker.generate(requests)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._worker.call(method, *args)
+
+
+class LocalLauncher(Launcher):
+    """One rank for each trained role, any number of engines."""
+
+    def __init__(self) -> None:
+        self._threads: list[ThreadPoolExecutor] = []
+        self._ranks: list[LocalRank] = []
+        self._engines: list[LocalEngine | None] = []
+        """None: ended, and none in its place yet."""
+        self._specs: list[EngineWorkerSpec] = []
+
+    async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
+        ranks: list[RankHandle] = []
+        for spec in specs:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{spec.setup.role}-{spec.setup.rank}")
+            self._threads.append(thread)
+            worker = await asyncio.get_running_loop().run_in_executor(thread, TrainWorker, spec)
+            rank = LocalRank(worker, thread)
+            self._ranks.append(rank)
+            ranks.append(rank)
+        return ranks
+
+    async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
+        infos, started = [], []
+        for spec in specs:
+            worker = EngineWorker(spec)
+            infos.append(await worker.start())
+            started.append(LocalEngine(worker))
+            self._engines.append(started[-1])
+            self._specs.append(spec)
+        return started, infos
+
+    async def end_engine(self, index: int) -> None:
+        engine = self._engines[index]
+        if engine is None:
+            return
+        # One that hangs is left behind: nothing in this process can be stopped harder than by asking it to.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(STOP_S):
+                await engine.call("stop")
+        self._engines[index] = None
+
+    async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
+        await self.end_engine(index)
+        worker = EngineWorker(self._specs[index])
+        engine = self._engines[index] = LocalEngine(worker)
+        return engine, await worker.start()
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    async def stop(self) -> None:
+        engines, self._engines = self._engines, []
+        ranks, self._ranks = self._ranks, []
+        threads, self._threads = self._threads, []
+        # All of them, also where the end of one fails: engines first, each in the order of its start.
+        async with contextlib.AsyncExitStack() as stack:
+            for thread in threads:
+                stack.callback(thread.shutdown, wait=True)
+            for rank in reversed(ranks):
+                stack.push_async_callback(rank.call, "close")
+            for engine in reversed(engines):
+                if engine is not None:
+                    stack.push_async_callback(engine.call, "stop")

@@ -1,0 +1,227 @@
+"""Trainers: all ranks of a trained role as one. Sends each data-parallel rank its shard, joins what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from slime_core.algorithm.flops import ModelShape
+from slime_core.algorithm.micro_batches import MicroBatchLimits, pack, plan_step
+from slime_core.contracts.backend import ACTOR, Layout
+from slime_core.contracts.setup import EngineEndpoint
+from slime_core.contracts.transport import SentReport
+from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.types.report import StepReport
+from slime_core.workers.devices import Devices
+from slime_core.workers.launcher import Launcher, RankHandle
+
+ASKED_AGAIN_S: Final = 0.1
+"""Between two questions whether a checkpoint is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLimits:
+    """Micro-batch sizes, for training and for forwards without gradient."""
+
+    train: MicroBatchLimits
+    score: MicroBatchLimits
+    balance: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """One data-parallel rank's part of a batch. `samples` are numbers into the batch, ordered by step and micro-batch;
+    the micro-batches below are numbers into the shard."""
+
+    samples: Int64
+    steps: tuple[tuple[Int64, ...], ...]
+    scoring: tuple[Int64, ...]
+    shared: Any
+    """The shard's columns, where the ranks can read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dispatch:
+    """A batch on its way through scoring and training: its tokens were sent out once."""
+
+    batch: Batch
+    shards: tuple[Shard, ...]
+
+
+class Trainers:
+    """Driver-side face of a role. What makes its ranks work is called within `turn`."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        ranks: Sequence[RankHandle],
+        layouts: Sequence[Layout],
+        *,
+        limits: TrainerLimits,
+        shape: ModelShape,
+        devices: Devices | None = None,
+    ) -> None:
+        """`devices`: shared with other roles; by default this role's alone."""
+        self._launcher = launcher
+        self._ranks = tuple(ranks)
+        self._layouts = tuple(layouts)
+        self._limits = limits
+        self._shape = shape
+        self._dp_size = layouts[0].dp_size
+        self._devices = devices or Devices()
+
+    @property
+    def devices(self) -> Devices:
+        return self._devices
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The devices are this role's inside."""
+        return self._devices.turn(self)
+
+    async def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of every rank at once."""
+        return await gather_ranks([rank.call(method, *args, **kwargs) for rank in self._ranks])
+
+    def dispatch(self, batch: Batch, step_of_sample: Int64) -> Dispatch:
+        """Plans the batch and shares each data-parallel rank's columns, once."""
+        lengths = batch.total_length.astype(np.int64)
+        plans = [
+            plan_step(
+                np.flatnonzero(step_of_sample == step),
+                lengths,
+                dp_size=self._dp_size,
+                limits=self._limits.train,
+                shape=self._shape,
+                balance=self._limits.balance,
+            )
+            for step in range(int(step_of_sample.max()) + 1)
+        ]
+        samples = [np.concatenate([plan.samples_of(rank) for plan in plans]) for rank in range(self._dp_size)]
+        scoring = self._scoring_plans([lengths[chosen] for chosen in samples])
+        shards = []
+        for rank, chosen in enumerate(samples):
+            start = 0
+            steps = []
+            for plan in plans:
+                micros = []
+                for micro in plan.ranks[rank]:
+                    micros.append(np.arange(start, start + len(micro)))
+                    start += len(micro)
+                steps.append(tuple(micros))
+            shared = self._launcher.share(batch.take(chosen))
+            shards.append(Shard(samples=chosen, steps=tuple(steps), scoring=scoring[rank], shared=shared))
+        return Dispatch(batch=batch, shards=tuple(shards))
+
+    def forward_tflop(self, batch: Batch) -> float:
+        """10^12 floating-point operations of one forward over the batch, of each of the role's ranks."""
+        return float(self._shape.forward_flops(batch.total_length).sum()) / len(self._ranks) / 1e12
+
+    async def score(self, dispatch: Dispatch, *, weights: str = ACTOR, entropy: bool = False) -> Mapping[str, Float32]:
+        """Columns over the batch's response tokens, in the batch's order."""
+        answers = await gather_ranks(
+            [
+                rank.call("score", shard.shared, shard.scoring, weights=weights, entropy=entropy)
+                for rank, shard in self._with_shards(dispatch)
+            ]
+        )
+        columns: dict[str, Float32] = {}
+        for layout, answer in zip(self._layouts, answers, strict=True):
+            if not layout.reports:
+                continue
+            rows = dispatch.batch.response_rows(dispatch.shards[layout.dp_rank].samples)
+            for name, values in answer.items():
+                column = columns.setdefault(name, np.full(len(dispatch.batch.mask), np.nan, np.float32))
+                held = ~np.isnan(values) if layout.cp_size > 1 else slice(None)
+                column[rows[held]] = values[held]
+        return columns
+
+    async def train(self, dispatch: Dispatch, columns: TokenColumns) -> list[Mapping[str, float]]:
+        """One optimiser step after the other; metrics of each, over all ranks."""
+        shared = [
+            self._launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
+        ]
+        reports: list[list[StepReport]] = await gather_ranks(
+            [
+                rank.call("train", shard.shared, shared[layout.dp_rank], shard.steps)
+                for (rank, shard), layout in zip(self._with_shards(dispatch), self._layouts, strict=True)
+            ]
+        )
+        return [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
+
+    async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
+        """All ranks export in step; yields rank 0's buckets, or references to them."""
+        others = [asyncio.create_task(drain(rank, version, bucket_bytes)) for rank in self._ranks[1:]]
+        async for bucket in self._ranks[0].stream("export_weights", version, bucket_bytes):
+            yield bucket
+        await asyncio.gather(*others)
+
+    async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
+        """Every rank's sender brings its part of the weights to the engines; reports by rank."""
+        return await self.each("send_weights", version, engines)
+
+    async def save(self, folder: Path) -> None:
+        await self.each("save", folder)
+
+    async def stage(self, folder: Path) -> None:
+        """Returns when every rank has copied what it saves; the writing goes on."""
+        await self.each("stage", folder)
+
+    async def written(self) -> None:
+        """Returns when every rank has written what it staged last. Ranks are asked between their other calls."""
+        while True:
+            if all(await self.each("written")):
+                return
+            await asyncio.sleep(ASKED_AGAIN_S)
+
+    async def load(self, folder: Path) -> None:
+        await self.each("load", folder)
+
+    def _with_shards(self, dispatch: Dispatch) -> list[tuple[RankHandle, Shard]]:
+        return [
+            (rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self._ranks, self._layouts, strict=True)
+        ]
+
+    def _scoring_plans(self, lengths_of_rank: Sequence[Int64]) -> list[tuple[Int64, ...]]:
+        """Forwards without gradient: each rank packs its own samples, then all get equally many micro-batches."""
+        limits = self._limits.score
+        packed = [pack(np.arange(len(lengths)), lengths, limits) for lengths in lengths_of_rank]
+        most = max(max(len(micros) for micros in packed), 1)
+        count = -(-most // limits.multiple) * limits.multiple
+        filled = [fill_up(micros, count) for micros in packed]
+        return [tuple(micros) for micros in filled]
+
+    def _join(self, reports: Sequence[StepReport]) -> Mapping[str, float]:
+        sums: dict[str, float] = {}
+        for layout, report in zip(self._layouts, reports, strict=True):
+            if layout.reports:
+                for name, value in report.sums.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        first = reports[0]
+        return {
+            **sums,
+            "grad_norm": first.grad_norm,
+            "lr-pg_0": first.lr,
+            "skipped_steps": float(any(report.skipped for report in reports)),
+        }
+
+
+def fill_up(micros: Sequence[Int64], count: int) -> list[Int64]:
+    """`count` micro-batches: the given ones, and empty ones for the rest."""
+    return [*micros, *(np.empty(0, np.int64) for _ in range(count - len(micros)))]
+
+
+async def gather_ranks(calls: Sequence[Any]) -> list[Any]:
+    """All results; the first failure is raised at once, since the other ranks may then wait for ever in a collective."""
+    return list(await asyncio.gather(*calls))
+
+
+async def drain(rank: RankHandle, version: int, bucket_bytes: int) -> None:
+    """Lets a rank take part in the gathers of an export; it yields nothing to send."""
+    async for _ in rank.stream("export_weights", version, bucket_bytes):
+        pass

@@ -1,0 +1,176 @@
+"""TrainWorker: one rank of a trained role. Packs its shard into micro-batches and forwards to the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from slime_core.algorithm.packing import pack_micro_batch
+from slime_core.config.part import PartSpec
+from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
+from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
+from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
+from slime_core.errors import EngineError
+from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.types.report import StepReport
+from slime_core.types.weights import Bucket
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.buckets import buckets_of
+from slime_core.workers.engine_format import EngineFormat, converted
+from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.profile import Profile, ProfilePlan
+from slime_models.image_processor import ImageProcessor
+from slime_models.pack_images import PixelCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainWorkerSpec:
+    """All that a rank is told; plain data."""
+
+    agreement: Agreement
+    backend: PartSpec
+    objective: ObjectiveSpec
+    setup: TrainerSetup
+    temperature: float
+    profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
+    transport: PartSpec | None = None
+    """Of the role whose weights the engines get."""
+    engine_format: EngineFormat | None = None
+    """How the engines hold them; None: as they are trained."""
+    sender: SenderSetup | None = None
+
+
+class TrainWorker:
+    """See `slime_core.contracts.backend` for the calling order."""
+
+    def __init__(self, spec: TrainWorkerSpec) -> None:
+        self._spec = spec
+        self._profile = Profile(spec.profile, role=spec.setup.role, rank=spec.setup.rank)
+        registry = spec.agreement.registry()
+        self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
+        self._objective: Objective = spec.objective.build(spec.agreement, registry)
+        setup = spec.setup
+        self._pixels = PixelCache(lambda: ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code))
+        self._sender: WeightSender | None = None
+        if spec.transport is not None:
+            transport = spec.agreement.resolve(spec.transport, registry)
+            self._sender = transport.driver.build_sender(transport.config)
+        self._format = None if spec.engine_format is None else spec.engine_format.build(spec.agreement, registry)
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_device, initargs=(setup,))
+        self._writing: Future[None] | None = None
+
+    def setup(self) -> Layout:
+        layout = self._backend.setup(self._spec.setup)
+        if self._sender is not None and self._spec.sender is not None:
+            frozen = self._backend.frozen_tensors()
+            if self._format is not None:
+                frozen = frozenset(name for own in frozen for name in self._format.names(own))
+            self._sender.setup(replace(self._spec.sender, frozen=frozen))
+        return layout
+
+    def score(
+        self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
+    ) -> Mapping[str, Float32]:
+        """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
+        packed = [
+            pack_micro_batch(shard, samples, temperature=self._spec.temperature, pixels=self._pixels)
+            for samples in micros
+        ]
+        columns: dict[str, Float32] = {}
+        with self._profile.around("train_log_probs"):
+            scored = self._backend.score(packed, weights=weights, entropy=entropy)
+        for samples, scores in zip(micros, scored, strict=True):
+            rows = shard.response_rows(samples)
+            held = rows if scores.rows is None else rows[scores.rows]
+            for name, values in scores.present().items():
+                column = columns.setdefault(name, np.full(len(shard.mask), np.nan, np.float32))
+                column[held] = values
+        return columns
+
+    def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
+        """One optimiser step for each entry of `steps`, which lists the samples of its micro-batches."""
+        reports = []
+        with self._profile.around("train_actor"):
+            for micros in steps:
+                packed = [
+                    pack_micro_batch(
+                        shard, samples, columns=columns, temperature=self._spec.temperature, pixels=self._pixels
+                    )
+                    for samples in micros
+                ]
+                reports.append(self._backend.train_step(packed, self._objective))
+        return reports
+
+    def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
+        """Every rank must exhaust it: rank 0 gives the buckets, the others None."""
+        return buckets_of(self._export(), version=version, bucket_bytes=bucket_bytes)
+
+    def send_weights(self, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
+        """Brings the weights to the engines through the transport's own sender."""
+        if self._sender is None:
+            raise EngineError("the weight transport of this run has no sender on the trainer's ranks.")
+        return self._sender.send(self._export, version, engines)
+
+    def _export(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """As the engines hold them. No generator, which would end with an error: the rest must still be gathered then."""
+        layers = self._backend.export_tensors(everywhere=everywhere)
+        if self._format is None:
+            return layers
+        return map(partial(converted, self._format), layers)
+
+    def save(self, folder: Path) -> None:
+        self._backend.save(folder)
+
+    def stage(self, folder: Path) -> None:
+        """What `save` would write is copied now, and written beside the next calls; `written` tells when."""
+        if self._writing is not None:
+            # Given up by the driver, because of another rank.
+            wait([self._writing])
+        self._writing = self._writer.submit(self._backend.stage(folder))
+
+    def written(self) -> bool:
+        """Whether what was staged last is; raises what kept it from being written."""
+        if self._writing is None or not self._writing.done():
+            return False
+        self._writing.result()
+        return True
+
+    def load(self, folder: Path) -> None:
+        self._backend.load(folder)
+
+    def save_hf(self, folder: Path) -> None:
+        self._backend.save_hf(folder)
+
+    def refresh_copy(self, name: str) -> None:
+        self._backend.refresh_copy(name)
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._backend.sleep(keep_weights)
+
+    def wake(self, weights_only: bool = False) -> None:
+        self._backend.wake(weights_only)
+
+    def close(self) -> None:
+        """All of it, also where a part of it fails; then that is raised."""
+        with ExitStack() as stack:
+            stack.callback(self._backend.close)
+            stack.callback(self._writer.shutdown)
+            if self._sender is not None:
+                stack.callback(self._sender.close)
+
+
+def use_device(setup: TrainerSetup) -> None:
+    """In this thread too: a new one has GPU 0 for its own, and torch's writers would take memory there."""
+    if setup.device == "cuda":
+        torch.cuda.set_device(setup.local_rank)
