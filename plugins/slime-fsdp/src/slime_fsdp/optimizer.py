@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.config import FsdpConfig
 from slime_training.rounded_adamw import STORED, RoundedAdamW, local
 
 

@@ -127,3 +127,10 @@ class SumsConfig(GeneratedConfig):
     """Of each number at most."""
     terms: int = Field(2, ge=2, le=64)
     """Numbers that are added."""
+
+
+class ReplayConfig(DriverConfig):
+    """Where the dump is."""
+
+    folder: RunPath
+    """Folder of step_*.parquet files, as a run with --dump-rollouts leaves in its rollouts/."""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.contracts.example import Example, SourceExample
+from slime_core.contracts.collector import Collector, CollectorDriver
+from slime_core.contracts.example import CollectorExample, Example, SourceExample
 from slime_core.contracts.source import SourceDriver, SourceFactory
 from slime_core.plugin import driver
-from slime_sources.config import CurriculumConfig, FilesConfig, GeneratedConfig, StreamConfig, SumsConfig
+from slime_sources.config import CurriculumConfig, FilesConfig, GeneratedConfig, ReplayConfig, StreamConfig, SumsConfig
 
 if TYPE_CHECKING:
     from slime_sources.generated import RowFunction
@@ -155,3 +156,32 @@ class Sums(SourceDriver):
             SourceExample(options={"num_rows": 7}, other_options={"num_rows": 7, "digits": 3}),
             SourceExample(options={}, label_key="label", epochs=False),
         ]
+
+
+class ReplayDriver(CollectorDriver):
+    """Steps from a rollout dump; no engine is started."""
+
+    Config = ReplayConfig
+
+    @classmethod
+    def build(cls, config: ReplayConfig) -> Collector[Any]:
+        from slime_sources.replay import ReplayedGroups
+
+        return ReplayedGroups(Path(config.folder))
+
+    @classmethod
+    def needs_engine(cls, config: Any) -> bool:
+        return False
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_sources.replay_example import write_example
+
+        shape = CollectorExample(options={"folder": str(folder)})
+        write_example(
+            folder,
+            num_steps=shape.num_steps,
+            num_groups=shape.rollout_batch_size,
+            num_samples=shape.n_samples_per_prompt,
+        )
+        return [shape]
