@@ -110,5 +110,7 @@ def test_a_plugin_of_another_version_is_named_with_what_to_do(bound, tmp_path):
     with pytest.raises(ConfigError) as caught:
         choose_folder(tmp_path, made, "run", fresh=False, resume=tmp_path / "there")
     told = str(caught.value)
-    assert f"plugins.{where}: 'slime.losses:slime-grpo/clip 0.0.1' -> 'slime.losses:slime-grpo/clip {__version__}'" in told
+    assert (
+        f"plugins.{where}: 'slime.losses:slime-grpo/clip 0.0.1' -> 'slime.losses:slime-grpo/clip {__version__}'" in told
+    )
     assert "A run goes on with the plugins that it began with: install those" in told
