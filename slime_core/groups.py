@@ -18,6 +18,7 @@ MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
+MEDIA: Final = "slime.media"
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -38,6 +39,7 @@ DRIVER_GROUPS: Final = (
     TRANSPORTS,
     TRACKERS,
     CONVERTERS,
+    MEDIA,
 )
 
 NOUNS: Final = {
@@ -57,6 +59,7 @@ NOUNS: Final = {
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
     CONVERTERS: "converter",
+    MEDIA: "modality",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

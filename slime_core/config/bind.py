@@ -46,6 +46,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     filters = bind_filters(config, algo, binder)
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
+    media = bind_media(config, binder)
     sets = () if config.train.debug_train_only else config.eval.datasets
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # What eval.defaults says is bound for each set.
@@ -70,6 +71,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
             filters=filters,
             trackers=trackers,
             middlewares=middlewares,
+            media=media,
             evals=evals,
             teacher=teacher,
             reward_model=reward_model,
@@ -105,6 +107,14 @@ def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | 
 def bind_data(config: RunConfig, binder: Binder) -> Part | None:
     table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
     return binder.part(groups.SOURCES, table, "data")
+
+
+def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:
+    """A driver for each modality."""
+    where = "data.multimodal_keys"
+    tables = [PluginTable(name=modality) for modality in config.data.multimodal_keys]
+    bound = [binder.part(groups.MEDIA, table, where, key=where) for table in tables]
+    return tuple(part for part in bound if part is not None)
 
 
 def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> Part | None:

@@ -71,8 +71,9 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+    groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
 }
-"""Group to distribution to the names that it registers."""
+"""Group to distribution, or extra of the kernel's own, to the names that it registers."""
 
 HEAVY_MODULES: Final = frozenset(
     {
@@ -99,5 +100,7 @@ def install_hint(group: str, name: str) -> str:
     wanted = name.replace("-", "_").lower()
     for dist, names in DISTRIBUTION_OF.get(group, {}).items():
         if wanted in names:
-            return f"{wanted} comes with {dist}: pip install {dist}"
+            # A shell would take the brackets for a pattern.
+            typed = f'"{dist}"' if "[" in dist else dist
+            return f"{wanted} comes with {dist}: pip install {typed}"
     return ""

@@ -19,6 +19,7 @@ PLAIN_WORDS = {
     "files",
     "group_baseline",
     "hf",
+    "image",
     "length",
     "local",
     "math",
@@ -35,6 +36,7 @@ PLAIN_WORDS = {
     "sums",
     "tis",
     "value",
+    "video",
 }
 # What plugins wrap, and what users call them.
 WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}
@@ -42,7 +44,8 @@ WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr
 
 def forbidden():
     names = {name for dists in DISTRIBUTION_OF.values() for names in dists.values() for name in names}
-    dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists}
+    # An extra is the kernel's own.
+    dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists if "[" not in dist}
     return (names - PLAIN_WORDS) | dists | {dist.replace("-", "_") for dist in dists} | WRAPPED
 
 

@@ -20,7 +20,7 @@ from slime_local.attention import INVARIANT, NAME
 from slime_local.config import LocalConfig
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
 from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
