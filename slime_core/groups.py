@@ -18,6 +18,8 @@ MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
+COMMANDS: Final = "slime.commands"
+"""Subcommands of `slime`; an entry is a `typer.Typer`."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -57,6 +59,7 @@ NOUNS: Final = {
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
     CONVERTERS: "converter",
+    COMMANDS: "command",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

@@ -71,8 +71,17 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+    groups.COMMANDS: {
+        "slime-models": ("convert", "models"),
+        "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
+        "slime-preflight": ("config", "doctor", "plan"),
+        "slime-viewer": ("view",),
+    },
 }
 """Group to distribution to the names that it registers."""
+
+MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
+"""Packages that have left the kernel, and where they went. Their old names work until 0.3."""
 
 HEAVY_MODULES: Final = frozenset(
     {

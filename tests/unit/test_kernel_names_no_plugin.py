@@ -12,6 +12,8 @@ EXEMPT = ("install_hints.py", "testing/")
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
     "clip",
+    "config",
+    "convert",
     "delta",
     "direct",
     "disk",
@@ -22,6 +24,9 @@ PLAIN_WORDS = {
     "local",
     "math",
     "mis",
+    "models",
+    "new",
+    "plan",
     "priority",
     "random",
     "record",
@@ -33,6 +38,7 @@ PLAIN_WORDS = {
     "sums",
     "tis",
     "value",
+    "view",
 }
 # What plugins wrap, and what users call them.
 WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}

@@ -23,7 +23,7 @@ from slime_core.data.table import read_groups, read_numbers
 from slime_core.errors import ConfigError, DataError
 from slime_core.rollout.replay import dump_file, dumped_steps
 from slime_core.types.sample import Sample, SampleGroup, Status
-from slime_viewer.view import Order
+from slime_viewer.order import Order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
