@@ -183,36 +183,53 @@ class Learner:
         ended = time.perf_counter()
         for role in trained:
             self._check_skipped(role)
-        samples = [sample for group in groups for sample in group.samples]
-        trained_tokens = len(batch.tokens)
         mismatch = self._mismatch(batch, scores, step_of_sample)
         return TrainReport(
             version=version + 1,
             steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
             rollout={
                 **rollout_metrics(batch, version),
-                **group_metrics(batch),
-                **column_metrics(
-                    batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in {**columns, **scores}.items()}
-                ),
-                **repetition_metrics(samples),
-                **reward_part_metrics(samples, "rollout/reward_part"),
-                **count_metrics(samples, "rollout/count"),
-                **logged_metrics(self._plan.logged, batch, samples, columns.get(Need.ENTROPY)),
+                **self._batch_metrics(batch, groups, {**columns, **scores}, columns.get(Need.ENTROPY)),
                 **credited.metrics,
                 **counts,
             },
             perf={
                 "perf/score_time": scored - started,
                 "perf/train_time": ended - started,
-                "perf/train_tokens": float(trained_tokens),
-                "perf/train_tok_per_s": trained_tokens / (ended - scored),
-                **{f"perf/{METRIC_OF_COLUMN.get(name, name)}_time": seconds for name, seconds in scoring_s.items()},
-                **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
-                **{f"perf/{role.plan.name}_train_tok_per_s": trained_tokens / role.seconds for role in trained},
-                **self._tflops(batch, scoring_s, trained),
+                **self._speeds(batch, ended - scored, scoring_s, trained),
             },
         )
+
+    def _batch_metrics(
+        self,
+        batch: Batch,
+        groups: Sequence[SampleGroup],
+        columns: Mapping[str, Float32],
+        entropy: Float32 | None,
+    ) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group.samples]
+        return {
+            **group_metrics(batch),
+            **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}),
+            **repetition_metrics(samples),
+            **reward_part_metrics(samples, "rollout/reward_part"),
+            **count_metrics(samples, "rollout/count"),
+            **logged_metrics(self._plan.logged, batch, samples, entropy),
+        }
+
+    def _speeds(
+        self, batch: Batch, training_s: float, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]
+    ) -> dict[str, float]:
+        """Seconds of each scoring and each role, tokens per second, TFLOP per second and rank."""
+        tokens = len(batch.tokens)
+        return {
+            "perf/train_tokens": float(tokens),
+            "perf/train_tok_per_s": tokens / training_s,
+            **{f"perf/{METRIC_OF_COLUMN.get(name, name)}_time": seconds for name, seconds in scoring_s.items()},
+            **{f"perf/{role.plan.name}_train_time": role.seconds for role in trained},
+            **{f"perf/{role.plan.name}_train_tok_per_s": tokens / role.seconds for role in trained},
+            **self._tflops(batch, scoring_s, trained),
+        }
 
     async def _score(
         self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
