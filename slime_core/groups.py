@@ -19,6 +19,8 @@ TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
 MEDIA: Final = "slime.media"
+COMMANDS: Final = "slime.commands"
+"""Subcommands of `slime`; an entry is a `typer.Typer`."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -60,6 +62,7 @@ NOUNS: Final = {
     TRACKERS: "tracker",
     CONVERTERS: "converter",
     MEDIA: "modality",
+    COMMANDS: "command",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

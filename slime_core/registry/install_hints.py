@@ -72,8 +72,17 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
+    groups.COMMANDS: {
+        "slime-models": ("convert", "models"),
+        "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
+        "slime-preflight": ("config", "doctor", "plan"),
+        "slime-viewer": ("view",),
+    },
 }
 """Group to distribution, or extra of the kernel's own, to the names that it registers."""
+
+MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
+"""Packages that have left the kernel, and where they went. Their old names work until 0.3."""
 
 HEAVY_MODULES: Final = frozenset(
     {

@@ -7,11 +7,13 @@ import slime_core
 from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
-EXEMPT = ("install_hints.py", "testing/")
+EXEMPT = ("registry/install_hints.py",)
 
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
     "clip",
+    "config",
+    "convert",
     "delta",
     "direct",
     "disk",
@@ -24,6 +26,9 @@ PLAIN_WORDS = {
     "local",
     "math",
     "mis",
+    "models",
+    "new",
+    "plan",
     "priority",
     "random",
     "record",
@@ -37,6 +42,7 @@ PLAIN_WORDS = {
     "tis",
     "value",
     "video",
+    "view",
 }
 # What plugins wrap, and what users call them.
 WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}
