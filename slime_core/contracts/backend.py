@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.loss import Segments
-    from slime_core.contracts.memory import TrainerLoad, TrainerMemory
     from slime_core.contracts.setup import RoutingReplay
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
@@ -187,19 +186,6 @@ class BackendDriver(Driver[TrainBackend]):
     @abstractmethod
     def layout(cls, config: Any, rank: int, world_size: int) -> Layout:
         """Pure; the config has passed `problems`."""
-
-    @classmethod
-    def memory(cls, config: Any, load: TrainerLoad) -> TrainerMemory | None:
-        """What the rank that holds most will hold, for `slime plan`; None: it does not tell. Nothing is started, and no GPU,
-        weight or process group need be there: sizes come from config.json, or from a model on the meta device. ModelError for
-        a model that it could not train."""
-        return None
-
-    @classmethod
-    def memory_savers(cls, config: Any, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
-        """Options that may lower it, each entry's together: `slime plan` asks `memory` again with each, and tells those that
-        pass `problems` and do lower it."""
-        return ()
 
     @classmethod
     def true_on_policy_problems(cls, config: Any) -> list[str]:

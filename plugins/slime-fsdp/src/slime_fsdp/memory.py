@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_fsdp.adapters import base_name, is_trained_with_adapters
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder, open_folder
@@ -18,6 +17,7 @@ from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.wide_weights import wide_weights
 from slime_training.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_training.rounded_adamw import STORED
 
 STEPPING = frozenset({Moment.REDUCE, Moment.STEP})

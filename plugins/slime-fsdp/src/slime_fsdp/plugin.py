@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
-from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
 from slime_fsdp.config import FsdpConfig, layout_of, problems_of, true_on_policy_problems
+from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
-class Fsdp(BackendDriver):
+class Fsdp(TrainerPlanner, BackendDriver):
     """torch FSDP2 over the causal language models of transformers, on CPU (gloo) or GPU (NCCL)."""
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig

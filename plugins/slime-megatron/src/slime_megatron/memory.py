@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory, peak_of
 from slime_core.errors import ConfigError
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, dtype_of, make_config
@@ -30,6 +29,7 @@ from slime_megatron.process import lay_out
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.transformer_engine import mend_absence
 from slime_training.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory, peak_of
 from slime_training.rounded_adamw import STORED
 
 BACKWARD = frozenset({Moment.LOSS, Moment.BACKWARD})

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
-from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
 from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, problems_of
 from slime_megatron.layout import ranks_of
 from slime_megatron.stages import Stages
+from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
-class Megatron(BackendDriver):
+class Megatron(TrainerPlanner, BackendDriver):
     """Megatron-core over Hugging Face folders, on GPUs (NCCL) or the CPU (gloo)."""
 
     Config: ClassVar[type[DriverConfig]] = MegatronConfig

@@ -9,6 +9,7 @@ from typing import Any
 from slime_core.config.bound import BoundRun
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
+from slime_core.config.trained_roles import with_roles
 from slime_core.data.model_folder import read_model_config
 from slime_preflight.phases import DeviceGroup, Sharing, device_group
 from slime_preflight.step import Step, step_of
@@ -133,7 +134,7 @@ def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
         ):
             continue
         flags = " ".join(flag_text(named, ("backend", name), value) for name, value in change.items())
-        yield flags, replace(run, backend=replace(run.backend, config=changed))
+        yield flags, with_roles(replace(run, backend=replace(run.backend, config=changed)))
     train, launcher = run.config.train, run.config.launcher
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu >= 2 * FEWEST_TOKENS:
         fewer = train.max_tokens_per_gpu // 2
@@ -150,7 +151,7 @@ def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
 
 def with_table(run: BoundRun, table: str, changes: Mapping[str, Any]) -> BoundRun:
     changed = getattr(run.config, table).model_copy(update=dict(changes))
-    return replace(run, config=run.config.model_copy(update={table: changed}))
+    return with_roles(replace(run, config=run.config.model_copy(update={table: changed})))
 
 
 def flag_text(named: FlagTable, path: Sequence[str], value: object) -> str:
