@@ -69,7 +69,7 @@ test-faults: .venv/.test  ## Kills runs at random instants and compares with the
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults
 
 test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
-	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "bits and not gpu and not megatron and not sglang"
+	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
