@@ -18,6 +18,8 @@ MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
+LAUNCHERS: Final = "slime.launchers"
+OPTIMIZERS: Final = "slime.optimizers"
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -38,6 +40,8 @@ DRIVER_GROUPS: Final = (
     TRANSPORTS,
     TRACKERS,
     CONVERTERS,
+    LAUNCHERS,
+    OPTIMIZERS,
 )
 
 NOUNS: Final = {
@@ -57,6 +61,8 @@ NOUNS: Final = {
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
     CONVERTERS: "converter",
+    LAUNCHERS: "launcher",
+    OPTIMIZERS: "optimizer",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

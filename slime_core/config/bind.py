@@ -31,7 +31,9 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     binder = Binder(registry, base, list(problems))
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
-    role_backends = bind_role_backends(config, binder)
+    role_backends = bind_of_roles(config, binder, "backend", groups.BACKENDS)
+    optimizer = binder.part(groups.OPTIMIZERS, config.train.optimizer, "train.optimizer")
+    role_optimizers = bind_of_roles(config, binder, "optimizer", groups.OPTIMIZERS)
     engine = binder.part(groups.ENGINES, config.engine, "engine")
     teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
@@ -44,15 +46,27 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
     )
     filters = bind_filters(config, algo, binder)
+    launcher = bind_launcher(config, binder)
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
     sets = () if config.train.debug_train_only else config.eval.datasets
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # What eval.defaults says is bound for each set.
     binder.problems[:] = dict.fromkeys(binder.problems)
-    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter):
+    if binder.problems or None in (
+        algo,
+        backend,
+        optimizer,
+        engine,
+        source,
+        generate,
+        collector,
+        buffer_filter,
+        launcher,
+    ):
         raise ConfigError(binder.problems)
-    assert algo and backend and engine and source and generate and collector and buffer_filter  # noqa: PT018
+    assert algo and backend and optimizer and engine and source  # noqa: PT018
+    assert generate and collector and buffer_filter and launcher  # noqa: PT018
     run = with_roles(
         BoundRun(
             config=config,
@@ -60,6 +74,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
             base=base,
             algo=algo,
             backend=backend,
+            optimizer=optimizer,
             engine=engine,
             transport=transport,
             source=source,
@@ -68,12 +83,14 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
             collector=collector,
             buffer_filter=buffer_filter,
             filters=filters,
+            launcher=launcher,
             trackers=trackers,
             middlewares=middlewares,
             evals=evals,
             teacher=teacher,
             reward_model=reward_model,
             role_backends=role_backends,
+            role_optimizers=role_optimizers,
         )
     )
     if contradictions := cross_checks(run):
@@ -81,13 +98,11 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     return run
 
 
-def bind_role_backends(config: RunConfig, binder: Binder) -> dict[str, Part]:
-    """Those of roles that name one of their own."""
-    named = {role: getattr(config.roles, role).backend for role in LOSS_KEYS}
+def bind_of_roles(config: RunConfig, binder: Binder, key: str, group: str) -> dict[str, Part]:
+    """Those of roles that name one of their own; `key`: of the role's table."""
+    named = {role: getattr(getattr(config.roles, role), key) for role in LOSS_KEYS}
     bound = {
-        role: binder.part(groups.BACKENDS, table, f"roles.{role}.backend")
-        for role, table in named.items()
-        if table is not None
+        role: binder.part(group, table, f"roles.{role}.{key}") for role, table in named.items() if table is not None
     }
     return {role: part for role, part in bound.items() if part is not None}
 
@@ -105,6 +120,11 @@ def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | 
 def bind_data(config: RunConfig, binder: Binder) -> Part | None:
     table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
     return binder.part(groups.SOURCES, table, "data")
+
+
+def bind_launcher(config: RunConfig, binder: Binder) -> Part | None:
+    table = PluginTable.model_validate({"name": config.launcher.name, **(config.launcher.model_extra or {})})
+    return binder.part(groups.LAUNCHERS, table, "launcher")
 
 
 def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> Part | None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from slime_core import groups
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, kernel_flags
 from slime_core.errors import ConfigError, near_matches
 from slime_core.registry import Registry
 from slime_core.registry.options import default_text, type_text
+
+CHOICES: Final[Mapping[str, Callable[[str], Mapping[str, Any]]]] = {
+    groups.BACKENDS: lambda name: {"backend": name},
+    groups.ENGINES: lambda name: {"engine": name},
+    groups.ALGORITHMS: lambda name: {"algo": name},
+    groups.REWARDS: lambda name: {"reward": name},
+    groups.LAUNCHERS: lambda name: {"launcher": name},
+    groups.OPTIMIZERS: lambda name: {"train": {"optimizer": name}},
+}
+"""Groups whose options are listed where nothing is chosen: tables of a run file that choose one."""
 
 
 def explain_key(key: str, chosen: Mapping[str, str]) -> str:
@@ -48,8 +60,8 @@ def all_flags(chosen: Mapping[str, str]) -> list[Flag]:
     flags = kernel_flags()
     if chosen:
         return flags + chosen_flags(chosen, registry, strict=True)
-    for table in ("backend", "engine", "algo", "reward"):
-        for entry in registry.entries(f"slime.{table}s" if table != "algo" else "slime.algorithms"):
-            more = chosen_flags({table: entry.qualified}, registry, strict=True)
+    for group, chooses in CHOICES.items():
+        for entry in registry.entries(group):
+            more = chosen_flags(chooses(entry.qualified), registry, strict=True)
             flags += [flag for flag in more if flag not in flags]
     return flags

@@ -52,6 +52,9 @@ REPLAY_MAY_CHANGE: Final = (
 evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
 are compared by their text."""
 
+BESIDE_TRAINING: Final = ("trackers", "eval", "launcher")
+"""Where plugins are asked for that may be others when a run goes on: what is trained does not depend on them."""
+
 LIBRARIES: Final = ("torch", "transformers", "numpy")
 
 
@@ -111,8 +114,12 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     if algo.critic_loss is not None:
         keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
     config["algo"] = table(algo.name, keys)
+    config["train"]["optimizer"] = short_table(run.optimizer)
+    for role, part in run.role_optimizers.items():
+        config["roles"][role]["optimizer"] = short_table(part)
     for role, part in run.role_backends.items():
         config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
+    config["launcher"] = run.config.launcher.model_dump(mode="json") | run.launcher.config.model_dump(mode="json")
     config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
     config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
     config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
@@ -124,6 +131,12 @@ def table(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) if name is None else {"name": name, **options}
 
 
+def short_table(part: Part) -> dict[str, Any] | str:
+    """Its name alone, if it has no options."""
+    options = part.config.model_dump(mode="json")
+    return table(part.name, options) if options else part.name
+
+
 def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     config = resolved_config(run)
     files = {file.path.name: file.sha256 for file in run.registry.plugin_files}
@@ -132,7 +145,7 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     }
     identity = {
         "config": without(config, MAY_CHANGE),
-        "plugins": sorted({value for key, value in plugins.items() if not key.startswith(("trackers", "eval"))}),
+        "plugins": sorted({value for key, value in plugins.items() if not key.startswith(BESIDE_TRAINING)}),
         "plugin_files": files,
         "data": data_fingerprint,
     }

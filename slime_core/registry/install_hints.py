@@ -71,6 +71,8 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+    groups.LAUNCHERS: {"slime-ray": ("ray",)},
+    groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
 }
 """Group to distribution to the names that it registers."""
 
@@ -92,6 +94,11 @@ HEAVY_MODULES: Final = frozenset(
     }
 )
 """What the module that an entry point names may not import: only `build` may."""
+
+
+def known_names(group: str) -> frozenset[str]:
+    """Names of this group that known distributions register."""
+    return frozenset(name for names in DISTRIBUTION_OF.get(group, {}).values() for name in names)
 
 
 def install_hint(group: str, name: str) -> str:

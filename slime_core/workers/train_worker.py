@@ -16,6 +16,7 @@ import torch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.config.part import PartSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
+from slime_core.contracts.optimizer import ChosenOptimizer
 from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
@@ -42,6 +43,8 @@ class TrainWorkerSpec:
     backend: PartSpec
     objective: ObjectiveSpec
     setup: TrainerSetup
+    optimizer: PartSpec | None = None
+    """None: see `TrainerSetup.chosen_optimizer`."""
     temperature: float
     profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
     transport: PartSpec | None = None
@@ -61,6 +64,11 @@ class TrainWorker:
         self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
         self._objective: Objective = spec.objective.build(spec.agreement, registry)
         setup = spec.setup
+        if spec.optimizer is not None:
+            optimizer = spec.agreement.resolve(spec.optimizer, registry)
+            chosen = ChosenOptimizer(driver=optimizer.driver, options=optimizer.config)
+            setup = replace(setup, chosen_optimizer=chosen)
+        self._setup = setup
         self._pixels = PixelCache(lambda: ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code))
         self._sender: WeightSender | None = None
         if spec.transport is not None:
@@ -71,7 +79,7 @@ class TrainWorker:
         self._writing: Future[None] | None = None
 
     def setup(self) -> Layout:
-        layout = self._backend.setup(self._spec.setup)
+        layout = self._backend.setup(self._setup)
         if self._sender is not None and self._spec.sender is not None:
             frozen = self._backend.frozen_tensors()
             if self._format is not None:

@@ -7,14 +7,16 @@ import slime_core
 from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
-EXEMPT = ("install_hints.py", "testing/")
+EXEMPT = ("registry/install_hints.py",)
 
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
+    "adam",
     "clip",
     "delta",
     "direct",
     "disk",
+    "files",
     "distributed",
     "group_baseline",
     "hf",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError, ModelError, unknown_name
 from slime_core.types.microbatch import MicroBatch
@@ -34,6 +35,7 @@ from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
     make_optimizer,
+    make_state,
     optimizer_tensors,
     scale_gradients,
 )
@@ -45,6 +47,7 @@ from slime_fsdp.shared_prompts import share_prompts
 from slime_fsdp.staging import Staging
 from slime_fsdp.vision import held_images, rope_positions
 from slime_training.attention_runs import long_on
+from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.context_parallel import ZigzagSegments, split_micro_batch
 from slime_training.delta_rule import plan_recurrence
 from slime_training.head import EntropyMode
@@ -66,6 +69,7 @@ class _Trainer:
     folder: ModelFolder
     model: PackedModel
     optimizer: torch.optim.Optimizer
+    optimizer_driver: type[OptimizerDriver]
     copies: dict[str, PackedModel]
     adapter_copies: dict[str, dict[str, Tensor]]
     """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
@@ -121,6 +125,7 @@ class FsdpBackend(TrainBackend):
             for name, copy in copy_folders.items()
             if model.adapters is not None and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
         }
+        chosen = chosen_optimizer(setup)
         self._trainer = _Trainer(
             setup=setup,
             layout=layout,
@@ -128,7 +133,8 @@ class FsdpBackend(TrainBackend):
             placement=placement,
             folder=folder,
             model=model,
-            optimizer=make_optimizer(model, setup.optimizer, config),
+            optimizer=make_optimizer(model, chosen, setup.optimizer, config),
+            optimizer_driver=chosen.driver,
             copies={
                 name: build_model(copy, config, placement, seed=setup.seed, trained=False)
                 for name, copy in copy_folders.items()
@@ -312,6 +318,8 @@ class FsdpBackend(TrainBackend):
             self._check_copy(name)
             if name in trainer.copies:
                 self._require_architecture(name)
+        if not trainer.optimizer_driver.state_before_steps:
+            make_state(trainer.optimizer, self._parameter_names(), checkpoint.shapes_and_dtypes(folder))
         checkpoint.read(folder, manifest, self._tensors(manifest.copies), trainer.ranks)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
@@ -320,14 +328,14 @@ class FsdpBackend(TrainBackend):
         """Everything a checkpoint holds besides random state; loading writes into the same tensors. The base of adapters
         is in its own folder."""
         trainer = self._ready
-        names = {id(parameter): name for name, parameter in trainer.model.model.named_parameters()}
+        names = self._parameter_names()
         state = trainer.model.model.state_dict()
         kept = trainer.model.weight_names
         if trainer.model.adapters is not None:
             frozen = {name for name, parameter in trainer.model.model.named_parameters() if not parameter.requires_grad}
             kept = [name for name in kept if name not in frozen]
         tensors = {f"model.{name}": state[name] for name in kept}
-        tensors |= optimizer_tensors(trainer.optimizer, names)
+        tensors |= optimizer_tensors(trainer.optimizer, trainer.optimizer_driver, names)
         for copy in copies:
             if copy in trainer.adapter_copies:
                 tensors |= {f"copy.{copy}.{name}": value for name, value in trainer.adapter_copies[copy].items()}
@@ -335,6 +343,9 @@ class FsdpBackend(TrainBackend):
             state = trainer.copies[copy].model.state_dict()
             tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names}
         return tensors
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._ready.model.model.named_parameters()}
 
     def refresh_copy(self, name: str) -> None:
         trainer = self._ready

@@ -14,9 +14,11 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 from slime_fsdp.causal_models import causal_model_types
+from slime_training.chosen_optimizer import chosen_optimizer
 
 StoredDtype = Literal["fp32", "bf16"]
 
@@ -153,9 +155,8 @@ class Fsdp(BackendDriver):
         if load.setup.device == "cpu":
             return anywhere
         moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-        of_states = (
-            [] if load.setup.optimizer.optimizer == "sgd" else [moments, {"main_params_dtype": "bf16", **moments}]
-        )
+        rounds = chosen_optimizer(load.setup).driver.rounds_state
+        of_states = [moments, {"main_params_dtype": "bf16", **moments}] if rounds else []
         return [*anywhere, *of_states, {"compile": True}, {"fsdp_cpu_offload": True}]
 
     @classmethod
@@ -172,6 +173,10 @@ class Fsdp(BackendDriver):
         if config.trains_adapters:
             problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
         return problems
+
+    @classmethod
+    def optimizer_problems(cls, config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        return optimizer_problems(config, name, optimizer)
 
     @classmethod
     def problems(cls, config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
@@ -216,6 +221,15 @@ def linear_attention_problems(config: FsdpConfig) -> list[str]:
     if config.share_prompts:
         problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
     return problems
+
+
+def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+    if not config.rounds_state or optimizer.rounds_state:
+        return []
+    return [
+        f'train.optimizer = "{name}": its weights and its state are float32; leave backend.main_params_dtype, exp_avg_dtype '
+        "and exp_avg_sq_dtype out."
+    ]
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:

@@ -16,9 +16,11 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import near_matches
 from slime_megatron.layout import Shape, experts_of, ranks_of, shape_problems
+from slime_megatron.native_optimizer import native_name, optimizer_problems
 from slime_megatron.options import OWNED, installed_options, megatron_folder
 from slime_megatron.refusals import REFUSED, option_problems
 from slime_megatron.stages import Stages
@@ -193,7 +195,7 @@ class Megatron(BackendDriver):
             {"tensor_model_parallel_size": 2 * config.tensor_model_parallel_size, "sequence_parallel": True},
             {"log_probs_chunk_size": 256},
         ]
-        if load.setup.device == "cuda" and load.setup.optimizer.optimizer == "adam" and not config.fp16:
+        if load.setup.device == "cuda" and native_name(load.setup) == "adam" and not config.fp16:
             moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
             savers += [moments, {"main_params_dtype": "bf16", **moments}]
             if config.use_distributed_optimizer is not False:
@@ -218,6 +220,10 @@ class Megatron(BackendDriver):
             reports=tp_rank == 0 and rest // dp_size == shape.pp - 1,
             micro_batch_multiple=shape.pp if shape.vpp > 1 else 1,
         )
+
+    @classmethod
+    def optimizer_problems(cls, config: MegatronOptions, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        return optimizer_problems(name, optimizer)
 
     @classmethod
     def problems(cls, config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
