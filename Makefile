@@ -12,7 +12,7 @@ PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: venv demo test suites test-examples test-faults test-megatron test-sglang learn lint types bench docs clean
+.PHONY: venv demo test suites test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -23,7 +23,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic hatchling hypothesis mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -69,9 +69,17 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
 
+test-wheels: .venv/.test  ## Each wheel installs into an empty environment of its own, imports, and is listed.
+	$(BIN)/python tests/wheels/each_alone.py $(FLAGS)
+
+dist-check: .venv/.test  ## And passes its own tests there, with its extra `testing`; by hand.
+	$(BIN)/python tests/wheels/each_alone.py --tests $(FLAGS)
+
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/architecture/import_cycles.py
 
 types: .venv/.test
 	$(BIN)/mypy

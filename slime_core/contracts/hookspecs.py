@@ -7,10 +7,11 @@ return values are ignored, and whoever wants to change numbers writes a plugin t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pluggy
 
@@ -39,7 +40,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Event:
+    """Base of all events; `StepTrained` belongs to the hook `step_trained`."""
+
+    hook: ClassVar[str]
     run: Run
+
+    def __init_subclass__(cls) -> None:
+        cls.hook = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -134,7 +134,7 @@ class Reports:
     def sample_failed(self, failure: SampleFailure, *, evaluation: bool) -> None:
         if isinstance(failure.error, RewardError) and not evaluation:
             self.failures[f"rollout/reward_outcome/{failure.error.outcome}"] += 1
-        self.place.hooks.sample_failed(
+        self.place.hooks.emit(
             SampleFailed(
                 run=self.place.event,
                 prompt=failure.prompt,
@@ -148,7 +148,7 @@ class Reports:
     def batch_ready(self, rollout_id: int, version: int, batch: Batch, columns: TokenColumns) -> None:
         if self.run.config.debug.save_debug_train_data:
             write_train_data(train_data_file(self.place.folder.train_data, rollout_id), batch, columns)
-        self.place.hooks.batch_ready(
+        self.place.hooks.emit(
             BatchReady(run=self.place.event, rollout_id=rollout_id, version=version, batch=batch, columns=columns)
         )
 

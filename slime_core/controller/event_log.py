@@ -8,23 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from slime_core.atomic_io.storage import storage_error
-from slime_core.contracts.hookspecs import (
-    CheckpointSaved,
-    EngineLost,
-    EngineRecovered,
-    EngineRestarted,
-    Event,
-    LoopHeld,
-    PublishEnd,
-    RunEnd,
-    RunStart,
-    SampleFailed,
-    hookimpl,
-)
+from slime_core.contracts.hookspecs import Event, PublishEnd, RunEnd, hookimpl
 from slime_core.errors import StorageError
 
 
@@ -35,25 +24,10 @@ class EventLog:
         self._path = path
 
     @hookimpl
-    def run_start(self, event: RunStart) -> None:
-        self._write(event, "run_start", rollout_id=event.rollout_id, version=event.version)
-
-    @hookimpl
     def run_end(self, event: RunEnd) -> None:
         # On a full disk the run has ended for that very reason, which is the news.
         with contextlib.suppress(StorageError):
-            self._write(event, "run_end", rollout_id=event.rollout_id, version=event.version, error=told(event.error))
-
-    @hookimpl
-    def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self._write(
-            event,
-            "checkpoint_saved",
-            rollout_id=event.rollout_id,
-            version=event.version,
-            seconds=round(event.seconds, 3),
-            blocked_seconds=round(event.blocked_seconds, 3),
-        )
+            self._write(event, "run_end", rollout_id=event.rollout_id, version=event.version, error=event.error)
 
     @hookimpl
     def publish_end(self, event: PublishEnd) -> None:
@@ -62,64 +36,51 @@ class EventLog:
             self._write(event, "weights_compared", version=event.report.version, compared_with=compared_with)
 
     @hookimpl
-    def engine_lost(self, event: EngineLost) -> None:
-        self._write(
-            event,
-            "engine_lost",
-            rollout_id=event.rollout_id,
-            engine=event.engine_index,
-            error=told(event.error),
-            redispatched=event.redispatched,
-        )
+    def run_start(self, event: Event) -> None:
+        self._write_fields(event, "rollout_id", "version")
 
     @hookimpl
-    def engine_restarted(self, event: EngineRestarted) -> None:
-        self._write(
-            event,
-            "engine_restarted",
-            rollout_id=event.rollout_id,
-            engine=event.engine_index,
-            pid=event.pid,
-            restarts=event.restarts,
-            seconds=round(event.seconds, 3),
-        )
+    def checkpoint_saved(self, event: Event) -> None:
+        self._write_fields(event, "rollout_id", "version", "seconds", "blocked_seconds")
 
     @hookimpl
-    def engine_recovered(self, event: EngineRecovered) -> None:
-        self._write(
-            event,
-            "engine_recovered",
-            rollout_id=event.rollout_id,
-            engine=event.engine_index,
-            version=event.version,
-            seconds=round(event.seconds, 3),
-        )
+    def engine_lost(self, event: Event) -> None:
+        self._write_fields(event, "rollout_id", "error", "redispatched", engine="engine_index")
 
     @hookimpl
-    def sample_failed(self, event: SampleFailed) -> None:
-        self._write(
-            event,
-            "sample_failed",
-            group=event.prompt.group_index,
-            sample=event.sample_index,
-            tries=event.attempt,
-            will_retry=event.will_retry,
-            error=told(event.error),
-        )
+    def engine_restarted(self, event: Event) -> None:
+        self._write_fields(event, "rollout_id", "pid", "restarts", "seconds", engine="engine_index")
 
     @hookimpl
-    def loop_held(self, event: LoopHeld) -> None:
-        self._write(event, "loop_held", seconds=round(event.seconds, 3), where=event.where)
+    def engine_recovered(self, event: Event) -> None:
+        self._write_fields(event, "rollout_id", "version", "seconds", engine="engine_index")
+
+    @hookimpl
+    def sample_failed(self, event: Event) -> None:
+        names = {"group": "prompt.group_index", "sample": "sample_index", "tries": "attempt"}
+        self._write_fields(event, "will_retry", "error", **names)
+
+    @hookimpl
+    def loop_held(self, event: Event) -> None:
+        self._write_fields(event, "seconds", "where")
+
+    def _write_fields(self, event: Event, *fields: str, **renamed: str) -> None:
+        """`renamed`: names in the file to the event's fields."""
+        named = renamed | {field: field for field in fields}
+        self._write(event, event.hook, **{name: attrgetter(field)(event) for name, field in named.items()})
 
     def _write(self, event: Event, name: str, **told: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = {"time": time, "attempt": event.run.attempt, "event": name, **told}
+        line = {"time": time, "attempt": event.run.attempt, "event": name}
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(line | {key: plain(value) for key, value in told.items()}) + "\n")
         except OSError as error:
             raise storage_error(self._path, error) from error
 
 
-def told(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+def plain(value: Any) -> Any:
+    """Errors as their text, seconds to a millisecond."""
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return round(value, 3) if isinstance(value, float) else value

@@ -119,7 +119,7 @@ class Saving:
     def _tell(self, state: RunState, path: Path, began: float, blocked_s: float | None = None) -> None:
         session, seconds = self._session, time.perf_counter() - began
         session.saved_rollout_id = state.rollout_id
-        session.hooks.checkpoint_saved(
+        session.hooks.emit(
             CheckpointSaved(
                 run=session.event,
                 rollout_id=state.rollout_id,

@@ -35,7 +35,7 @@ from slime_core.controller.null_learner import RolloutOnly
 from slime_core.controller.run_folder import RunFolder
 from slime_core.controller.schedule import ScheduleFile
 from slime_core.data.buffer import DataBuffer
-from slime_core.data.table import write_groups
+from slime_core.data.table import dump_file, write_groups
 from slime_core.errors import EngineError, Interrupted, RolloutError
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
@@ -43,7 +43,6 @@ from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.pool_events import PoolRecord
-from slime_core.rollout.replay import dump_file
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
@@ -143,7 +142,7 @@ class Session:
         await self.residency.rollout()
         began = time.perf_counter()
         version = self.state.version
-        self.hooks.rollout_start(RolloutStart(run=self.event, rollout_id=step, version=version))
+        self.hooks.emit(RolloutStart(run=self.event, rollout_id=step, version=version))
         # A step that a checkpoint broke off is collected again, and has counted already.
         counts = self.counts.setdefault(step, Counter())
         context = RolloutContext(
@@ -182,7 +181,7 @@ class Session:
         if self.run.config.rollout.dump_rollouts:
             self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
-        self.hooks.rollout_end(
+        self.hooks.emit(
             RolloutEnd(
                 run=self.event,
                 rollout_id=step,
@@ -222,7 +221,7 @@ class Session:
         self.between_steps.set()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._log_step, step, first, report, rollout_s, step_s)
-            self.hooks.step_trained(StepTrained(run=self.event, rollout_id=step, report=report))
+            self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report))
 
     def _log_step(self, step: int, first: int, report: TrainReport, rollout_s: float, step_s: float) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
@@ -264,7 +263,7 @@ class Session:
         if self.client is None or self.transport is None:
             return
         async with self.bringing_weights:
-            self.hooks.publish_start(
+            self.hooks.emit(
                 PublishStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
             )
             await self.client.each("pause")
@@ -272,7 +271,7 @@ class Session:
                 self.publish_report = await self._push(self.transport, self.client)
             await self.residency.rollout()
             await self.client.each("resume")
-        self.hooks.publish_end(PublishEnd(run=self.event, report=self.publish_report))
+        self.hooks.emit(PublishEnd(run=self.event, report=self.publish_report))
 
     async def _push(self, transport: WeightTransport, client: EngineClient) -> PublishReport:
         """To all engines in service; again if one was lost in the middle, since that may have kept others from having
@@ -357,7 +356,7 @@ class Session:
         self.state = replace(self.state, eval_owed=False)
         self.last_eval = report
         self._log([(EVAL_AXIS, step + 1, report.metrics)], step)
-        self.hooks.eval_done(EvalDone(run=self.event, report=report, groups=groups))
+        self.hooks.emit(EvalDone(run=self.event, report=report, groups=groups))
 
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
         """Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
@@ -407,7 +406,7 @@ class Session:
         self.buffer.source.observe([*accepted, *(group for group, _ in refused)])
         rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
-        self.hooks.groups_finished(event)
+        self.hooks.emit(event)
 
     def _log(self, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:
         """To every tracker, whatever another one raises."""

@@ -95,7 +95,7 @@ async def start(
             await follow(session, recorded)
         plugins = tuple(sorted({part.entry.qualified for part in run.parts}))
         started = RunStart(run=event, rollout_id=state.rollout_id, version=state.version, plugins=plugins)
-        hooks.run_start(started)
+        hooks.emit(started)
         stack.enter_context(settled_heap())
         stack.enter_context(loop_watch(session))
         if config.rollout.use_fault_tolerance:
@@ -133,7 +133,7 @@ def start_trackers(
 
 def loop_watch(session: Session) -> LoopWatch:
     def held(seconds: float, where: str) -> None:
-        session.hooks.loop_held(LoopHeld(run=session.event, seconds=seconds, where=where))
+        session.hooks.emit(LoopHeld(run=session.event, seconds=seconds, where=where))
 
     return LoopWatch(LOOP_HELD_S, held)
 
@@ -149,9 +149,7 @@ def run_end_event(session: Session) -> Iterator[None]:
         raise
     finally:
         state = session.state
-        session.hooks.run_end(
-            RunEnd(run=session.event, rollout_id=state.rollout_id, version=state.version, error=error)
-        )
+        session.hooks.emit(RunEnd(run=session.event, rollout_id=state.rollout_id, version=state.version, error=error))
 
 
 def finish(

@@ -328,3 +328,14 @@ def _read_sample(
 
 def _from_json(text: str | None) -> Any:
     return None if text is None else json.loads(text)
+
+
+def dump_file(folder: Path, step: int) -> Path:
+    """Where the groups of a step are dumped."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """In order."""
+    numbers = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
+    return sorted(int(number) for number in numbers if number.isdigit())

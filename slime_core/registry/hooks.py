@@ -1,4 +1,4 @@
-"""Who else wants to know? The typed facade that tells observers; nobody else calls pluggy's relay."""
+"""Typed wrapper around pluggy; the only code that calls hooks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from slime_core import groups
-from slime_core.contracts.hookspecs import (
-    HOOK_NAMES,
-    PROJECT,
-    BatchReady,
-    CheckpointSaved,
-    EngineLost,
-    EngineRecovered,
-    EngineRestarted,
-    EvalDone,
-    GroupsFinished,
-    HookSpecs,
-    LoopHeld,
-    PublishEnd,
-    PublishStart,
-    RolloutEnd,
-    RolloutStart,
-    RunEnd,
-    RunStart,
-    SampleFailed,
-    StepTrained,
-)
+from slime_core.contracts.hookspecs import HOOK_NAMES, PROJECT, Event, HookSpecs, RunEnd
 from slime_core.errors import PluginError, StorageError, near_matches
 from slime_core.registry.registry import DENY_VARIABLE
 
@@ -42,8 +22,8 @@ Trace = Callable[[str], None]
 
 
 class Hooks:
-    """One method per hook. An observer that raises stops the run with a PluginError that names it; at `run_end` all
-    observers are told first, and what failed is raised together."""
+    """An observer that raises stops the run with a PluginError that names it; at `run_end` all observers are called first,
+    and what failed is raised together."""
 
     def __init__(self, plugins: Mapping[str, object] | None = None, *, trace: Trace | None = None) -> None:
         """`plugins`: `dist/name` to a module or an object (a class is made into an object) with marked functions.
@@ -80,16 +60,15 @@ class Hooks:
         """The observers, as `dist/name`, sorted."""
         return sorted(name for name, _ in self._manager.list_name_plugin())
 
-    def run_start(self, event: RunStart) -> None:
-        self._tell("run_start", event)
-
-    def run_end(self, event: RunEnd) -> None:
-        """Tells every observer, even after one failed."""
+    def emit(self, event: Event) -> None:
+        """Calls the event's hook of every observer."""
         failures = []
-        for name, call in self._listeners["run_end"]:
+        for name, call in self._listeners[event.hook]:
             try:
-                self._tell_one("run_end", name, call, event)
+                self._call_one(event.hook, name, call, event)
             except PluginError as error:
+                if not isinstance(event, RunEnd):
+                    raise
                 failures.append(error)
         if len(failures) == 1:
             raise failures[0]
@@ -98,53 +77,7 @@ class Hooks:
                 "observers failed at run_end", failures
             )
 
-    def rollout_start(self, event: RolloutStart) -> None:
-        self._tell("rollout_start", event)
-
-    def rollout_end(self, event: RolloutEnd) -> None:
-        self._tell("rollout_end", event)
-
-    def groups_finished(self, event: GroupsFinished) -> None:
-        self._tell("groups_finished", event)
-
-    def batch_ready(self, event: BatchReady) -> None:
-        self._tell("batch_ready", event)
-
-    def step_trained(self, event: StepTrained) -> None:
-        self._tell("step_trained", event)
-
-    def publish_start(self, event: PublishStart) -> None:
-        self._tell("publish_start", event)
-
-    def publish_end(self, event: PublishEnd) -> None:
-        self._tell("publish_end", event)
-
-    def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self._tell("checkpoint_saved", event)
-
-    def eval_done(self, event: EvalDone) -> None:
-        self._tell("eval_done", event)
-
-    def engine_lost(self, event: EngineLost) -> None:
-        self._tell("engine_lost", event)
-
-    def engine_restarted(self, event: EngineRestarted) -> None:
-        self._tell("engine_restarted", event)
-
-    def engine_recovered(self, event: EngineRecovered) -> None:
-        self._tell("engine_recovered", event)
-
-    def sample_failed(self, event: SampleFailed) -> None:
-        self._tell("sample_failed", event)
-
-    def loop_held(self, event: LoopHeld) -> None:
-        self._tell("loop_held", event)
-
-    def _tell(self, hook: str, event: object) -> None:
-        for name, call in self._listeners[hook]:
-            self._tell_one(hook, name, call, event)
-
-    def _tell_one(self, hook: str, name: str, call: Callable[..., Any], event: object) -> None:
+    def _call_one(self, hook: str, name: str, call: Callable[..., Any], event: object) -> None:
         started = time.perf_counter()
         try:
             call(event)

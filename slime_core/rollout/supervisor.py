@@ -171,7 +171,7 @@ class EngineSupervisor:
         now = asyncio.get_running_loop().time
         lost_at = now()
         try:
-            self._hooks.engine_lost(lost)
+            self._hooks.emit(lost)
             tries = 0
             while True:
                 self._permit(index, error)
@@ -184,7 +184,7 @@ class EngineSupervisor:
                     error = again
                     self._end(index)
             self._begin(self._probe(index))
-            self._hooks.engine_recovered(
+            self._hooks.emit(
                 EngineRecovered(
                     run=self._run,
                     rollout_id=self._rollout_id(),
@@ -228,7 +228,7 @@ class EngineSupervisor:
                 raise EngineError(f"engine {number} could not be started again: {told}") from error
         self._restarts[index] += 1
         self._counts[RESTARTS] += 1
-        self._hooks.engine_restarted(
+        self._hooks.emit(
             EngineRestarted(
                 run=self._run,
                 rollout_id=self._rollout_id(),

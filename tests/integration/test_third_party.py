@@ -44,9 +44,9 @@ from slime_core.types.report import TrainReport
 
 hooks = Hooks.load(Registry(allow=["acme-slime"]))
 run = Run(name="tiny", run_dir=Path(sys.argv[1]), config={})
-hooks.run_start(RunStart(run=run, rollout_id=0, version=0))
-hooks.step_trained(StepTrained(run=run, rollout_id=0, report=TrainReport(version=1, steps=(), rollout={}, perf={})))
-hooks.run_end(RunEnd(run=run, rollout_id=1, version=1))
+hooks.emit(RunStart(run=run, rollout_id=0, version=0))
+hooks.emit(StepTrained(run=run, rollout_id=0, report=TrainReport(version=1, steps=(), rollout={}, perf={})))
+hooks.emit(RunEnd(run=run, rollout_id=1, version=1))
 """
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.table import write_groups
-from slime_core.rollout.replay import dump_file
-from slime_core.rollout.replay_example import example_group, write_example
+from slime_core.data.table import dump_file, write_groups
 from slime_core.types.sample import Status, VersionSpan
 from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_sources.replay_example import example_group, write_example
 
 if TYPE_CHECKING:
     from collections.abc import Callable

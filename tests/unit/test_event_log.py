@@ -28,20 +28,20 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
     path.write_text('{"event": "of an attempt before"}\n')
     hooks = Hooks({"slime/events": EventLog(path)})
     run = Run(name="r", run_dir=tmp_path, config={}, attempt=2)
-    hooks.run_start(RunStart(run=run, rollout_id=3, version=3))
-    hooks.engine_lost(
+    hooks.emit(RunStart(run=run, rollout_id=3, version=3))
+    hooks.emit(
         EngineLost(run=run, rollout_id=3, engine_index=1, error=EngineError("is gone\nlast words"), redispatched=5)
     )
-    hooks.engine_restarted(EngineRestarted(run=run, rollout_id=3, engine_index=1, restarts=1, pid=4711, seconds=2.0))
-    hooks.engine_recovered(EngineRecovered(run=run, rollout_id=4, engine_index=1, version=4, seconds=3.5))
+    hooks.emit(EngineRestarted(run=run, rollout_id=3, engine_index=1, restarts=1, pid=4711, seconds=2.0))
+    hooks.emit(EngineRecovered(run=run, rollout_id=4, engine_index=1, version=4, seconds=3.5))
     for compared_with in ("engines", None):
         report = PublishReport(version=4, seconds=0.5, bytes_sent=1, buckets=1, compared_with=compared_with)
-        hooks.publish_end(PublishEnd(run=run, report=report))
-    hooks.sample_failed(
+        hooks.emit(PublishEnd(run=run, report=report))
+    hooks.emit(
         SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
     )
-    hooks.loop_held(LoopHeld(run=run, seconds=31.25, where="paced.py:9 paced"))
-    hooks.run_end(RunEnd(run=run, rollout_id=5, version=5))
+    hooks.emit(LoopHeld(run=run, seconds=31.25, where="paced.py:9 paced"))
+    hooks.emit(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines.pop(0) == {"event": "of an attempt before"}
     assert [line.pop("attempt") for line in lines] == [2] * 8
@@ -63,5 +63,5 @@ def test_a_line_that_cannot_be_written_stops_the_run_but_not_its_end():
     run = Run(name="r", run_dir=Path("/dev/full"), config={})
     hooks = Hooks({"slime/events": EventLog(Path("/dev/full"))})
     with pytest.raises(StorageError, match="/dev/full: no space left to write it"):
-        hooks.run_start(RunStart(run=run, rollout_id=0, version=0))
-    hooks.run_end(RunEnd(run=run, rollout_id=0, version=0))
+        hooks.emit(RunStart(run=run, rollout_id=0, version=0))
+    hooks.emit(RunEnd(run=run, rollout_id=0, version=0))

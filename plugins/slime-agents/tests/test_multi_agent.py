@@ -7,8 +7,8 @@ import pytest
 from agents_speaker import decode
 from pydantic import ValidationError
 
+from slime_agents.config import MultiAgentConfig
 from slime_agents.multi_agent import MultiAgent
-from slime_agents.plugin import MultiAgentConfig
 from slime_core.algorithm.build_batch import assemble
 from slime_core.errors import ConfigError, PluginError, RewardError
 from slime_core.types.sample import SampleGroup, Status

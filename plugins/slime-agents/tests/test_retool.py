@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from agents_speaker import TOKENIZER, decode
 
-from slime_agents.plugin import RetoolConfig
+from slime_agents.config import RetoolConfig
 from slime_agents.retool import Retool, ToolFailed
 from slime_agents.sandbox import Execution, Outcome, SandboxConfig
 from slime_core.types.sample import Status, VersionSpan

@@ -13,7 +13,8 @@ import openai
 import pytest
 from agents_speaker import Speaker, episode_with
 
-from slime_agents.plugin import AgentConfig, CommandConfig, OpenaiAgent
+from slime_agents.config import AgentConfig, CommandConfig
+from slime_agents.plugin import OpenaiAgent
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned, FunctionAgent
 from slime_agents.served.generator import ServedAgent
 from slime_agents.served.server import AgentServer

@@ -20,8 +20,8 @@ from slime_core.errors import DataError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.image import Image
 from slime_core.types.sample import Status
+from slime_sources.config import FilesConfig
 from slime_sources.files import FilesSource
-from slime_sources.files_config import FilesConfig
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
 

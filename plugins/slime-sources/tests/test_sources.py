@@ -14,7 +14,8 @@ from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types.sample import Sample, SampleGroup
 from slime_plugin_kit.scripted_rollout import tokenizer
-from slime_sources.plugin import CurriculumConfig, GeneratedConfig, StreamConfig, generated_by, prompts
+from slime_sources.config import CurriculumConfig, GeneratedConfig, StreamConfig
+from slime_sources.plugin import generated_by, prompts
 from slime_sources.row_reader import LineReader
 from slime_sources.stream import StreamSource
 

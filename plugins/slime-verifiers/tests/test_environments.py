@@ -16,7 +16,8 @@ from slime_core.types.sample import Status
 from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of
-from slime_verifiers.plugin import Verifiers, VerifiersConfig, VerifiersTasks, VerifiersTasksConfig
+from slime_verifiers.config import VerifiersConfig, VerifiersTasksConfig
+from slime_verifiers.plugin import Verifiers, VerifiersTasks
 
 pytestmark = pytest.mark.runs
 

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from slime_core.errors import PluginError
-from slime_verifiers.plugin import Verifiers, VerifiersTasks, VerifiersTasksConfig
+from slime_verifiers.config import VerifiersTasksConfig
+from slime_verifiers.plugin import Verifiers, VerifiersTasks
 
 ENV = {"taskset": {"id": "gsm8k"}}
 

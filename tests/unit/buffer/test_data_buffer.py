@@ -15,7 +15,7 @@ from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types import Prompt, Sample, Status, VersionSpan
 from slime_core.types.buffer_item import BufferItem, ItemKind
-from slime_sources.files_plugin import Files
+from slime_sources.plugin import Files
 
 
 class Choose(BufferFilter):

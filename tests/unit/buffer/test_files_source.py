@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from slime_core.contracts.source import DataSource
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError
-from slime_sources.files_config import FilesConfig
-from slime_sources.files_plugin import Files
+from slime_sources.config import FilesConfig
+from slime_sources.plugin import Files
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from slime_models.image_processor import ImageProcessor
 from slime_models.pack_images import PixelCache
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import make_tiny_vision_model, noise
-from slime_sources.files_plugin import Files
+from slime_sources.plugin import Files
 
 PAD = 4
 SMALL, WIDE = noise(8, 8, 0), noise(32, 16, 1)

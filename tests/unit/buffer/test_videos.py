@@ -29,7 +29,7 @@ from slime_models.new_vision_model import VisionSizes, new_vision_model
 from slime_models.pack_images import PixelCache
 from slime_models.video_reader import VideoReader
 from slime_plugin_kit.tiny_vision import noise
-from slime_sources.files_plugin import Files
+from slime_sources.plugin import Files
 
 PATCH = 4
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"

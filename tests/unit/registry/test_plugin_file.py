@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime_core import groups
+from slime_core.contracts.hookspecs import StepTrained
 from slime_core.errors import PluginError
 from slime_core.registry import Registry, Status
 from slime_core.registry.hooks import Hooks
@@ -50,7 +51,7 @@ class Unnamed(Scaled):
 
 @hook
 def step_trained(event):
-    raise ValueError(f"seen {event}")
+    raise ValueError(f"seen {event.rollout_id}")
 '''
 
 
@@ -137,7 +138,7 @@ def test_its_observers_are_registered(write):
     hooks = Hooks.load(Registry([write(TEXT)], allow=[]))
     assert hooks.names == ["my_reward.py/my_reward"]
     with pytest.raises(PluginError, match=r"hook step_trained: .*my_reward.* ValueError: seen 7.* leave out --plugin"):
-        hooks.step_trained(7)
+        hooks.emit(StepTrained(run=None, rollout_id=7, report=None))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slime_agents.config import AgentRole, MultiAgentConfig
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.errors import ConfigError, PluginError
 from slime_core.types.prompt import Prompt
@@ -18,8 +19,6 @@ from slime_core.types.sample import Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from slime_agents.plugin import AgentRole, MultiAgentConfig
 
 
 class MultiAgent(Generator):

@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from slime_agents.config import RetoolConfig
 from slime_agents.sandbox import Execution, Interpreter, Outcome
 from slime_agents.tool_text import between, shortened
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Sample, Status
 from slime_core.types.trajectory import Trajectory, decode
-
-if TYPE_CHECKING:
-    from slime_agents.plugin import RetoolConfig
 
 CALLS: Final = "tool_calls"
 FENCE: Final = re.compile(r"\A\s*```(?:python|py)?[^\S\n]*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slime_compat.config import CompatGeneratorConfig
 from slime_compat.old_args import OldArgs
 from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
 from slime_compat.old_sample import Sample as Old
 from slime_compat.old_sample import old_prompt, old_sample
-from slime_compat.plugin import CompatGeneratorConfig
 from slime_compat.requests import ROUTER_HOST, ROUTER_PORT, Asking, asking, limited, sampling_params_of
 from slime_compat.written_tokens import WrittenTokens
 from slime_core.contracts.generator import Episode, Generator

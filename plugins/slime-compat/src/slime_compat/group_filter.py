@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from slime_compat.config import OldFunctionConfig
 from slime_compat.old_args import OldArgs
 from slime_compat.old_function import resolve, takes, wrong_form
 from slime_compat.old_sample import old_sample
-from slime_compat.plugin import OldFunctionConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.errors import RolloutError
 from slime_core.types.sample import SampleGroup
-
-
-@dataclass
-class DynamicFilterOutput:
-    """What old filters return, beside True and False."""
-
-    keep: bool
-    reason: str | None = None
-    keep_when_insufficient: bool = False
 
 
 class OldFilter(GroupFilter):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import numpy as np
 
-from slime_compat.plugin import REQUEST_TIMEOUT_S
+from slime_compat.config import REQUEST_TIMEOUT_S
 from slime_compat.written_tokens import WrittenTokens
 from slime_core.errors import RolloutError
 from slime_core.types.completion import Completion, FinishReason, SamplingParams

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from slime_compat.config import CompatRewardConfig
 from slime_compat.old_args import OldArgs
 from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
 from slime_compat.old_sample import Sample, old_sample
-from slime_compat.plugin import CompatRewardConfig
 from slime_compat.requests import limited
 from slime_core.contracts.reward import Reward, RewardValue
 from slime_core.errors import RewardError

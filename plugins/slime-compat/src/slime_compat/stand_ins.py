@@ -21,7 +21,7 @@ CONTENT: Final[Mapping[str, Mapping[str, str]]] = {
         "GenerateState": "slime_compat.requests",
         "generate": "slime_compat.written_before",
     },
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": "slime_compat.group_filter"},
+    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": "slime_compat.filter_output"},
 }
 """Module to its names, each with the module here that has it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_compat.group_filter import DynamicFilterOutput
+from slime_compat.filter_output import DynamicFilterOutput
 from slime_compat.old_sample import Sample, Status
 from slime_compat.requests import GenerateState, post
 

@@ -24,6 +24,7 @@ from slime_core.contracts.needs import Need
 if TYPE_CHECKING:
     from slime_core.config.rollout import RolloutConfig
     from slime_core.contracts.example import Example
+    from slime_core.rollout.context import RolloutContext
 
 # --- Recipes ----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class Conversations(CollectorDriver):
     Config = ConversationsConfig
 
     @classmethod
-    def build(cls, config: ConversationsConfig) -> "Collector[RolloutContext]":
+    def build(cls, config: ConversationsConfig) -> Collector[RolloutContext]:
         from slime_distill import conversations
 
         return conversations.ConversationGroups(last_turn_only=config.loss_mask_type == "last_assistant")

@@ -111,15 +111,20 @@ class BaselineConfig(DriverConfig):
     """No baseline: the reward as it is. For rewards that are already relative to something."""
 
 
-class GroupBaseline(AdvantageDriver):
-    """A_t = r_i - mean over the rollouts with the same credit key, minus kl_coef k_t; to be whitened."""
+class BaselineDriver(AdvantageDriver):
+    """Base of the two that compare a reward with a baseline of its prompt."""
 
     Config = BaselineConfig
-    accepts_kl_penalty = True
 
     @classmethod
     def compares_group(cls, config: BaselineConfig) -> bool:
         return not config.disable_rewards_normalization
+
+
+class GroupBaseline(BaselineDriver):
+    """A_t = r_i - mean over the rollouts with the same credit key, minus kl_coef k_t; to be whitened."""
+
+    accepts_kl_penalty = True
 
     @classmethod
     def build(cls, config: BaselineConfig) -> AdvantageEstimator:
@@ -134,14 +139,8 @@ class GroupBaseline(AdvantageDriver):
         return examples.GROUP_BASELINE
 
 
-class LeaveOneOut(AdvantageDriver):
+class LeaveOneOut(BaselineDriver):
     """A_t = r_i - mean over the other rollouts with the same credit key; 0 for a rollout on its own."""
-
-    Config = BaselineConfig
-
-    @classmethod
-    def compares_group(cls, config: BaselineConfig) -> bool:
-        return not config.disable_rewards_normalization
 
     @classmethod
     def build(cls, config: BaselineConfig) -> AdvantageEstimator:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_rm_hub.config import GradedConfig
+
 _OPENINGS = ("\\boxed{", "\\fbox{")
 
 
@@ -13,6 +15,10 @@ class Graded:
 
     think_end: str
     boxed: bool
+
+    @classmethod
+    def from_config(cls, config: GradedConfig) -> Graded:
+        return cls(think_end=config.think_end, boxed=config.boxed)
 
     def part(self, response: str) -> str:
         """Empty if the response has no box and one is wanted."""

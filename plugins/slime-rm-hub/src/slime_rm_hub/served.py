@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from slime_core.contracts.reward import Outcome, Reward, RewardFailure, RewardValue
 from slime_core.errors import ConfigError
 from slime_core.types.sample import Sample, SampleGroup
+from slime_rm_hub.config import ServedConfig
 from slime_rm_hub.service import Service
-
-if TYPE_CHECKING:
-    from slime_rm_hub.plugin import ServedConfig
 
 
 def served_reward(config: ServedConfig, service: Service, folder: str | None) -> Reward:

@@ -6,13 +6,15 @@ import asyncio
 import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.reward import Outcome, RewardFailure
+from slime_core.errors import ConfigError
+from slime_rm_hub.config import LONGEST_PAUSE_S, AskingConfig
 
-LONGEST_PAUSE_S: Final = 30.0
 SHOWN: Final = 200
 """Characters of an unexpected answer."""
 BUSY: Final = 429
@@ -37,6 +39,16 @@ class Service:
     tries: int
     concurrency: int
     first_pause_s: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: AskingConfig, places: tuple[Place, ...]) -> Service:
+        return cls(
+            places=places,
+            timeout_s=config.request_timeout,
+            tries=config.tries,
+            concurrency=config.concurrency,
+            first_pause_s=config.first_pause,
+        )
 
     @property
     def name(self) -> str:
@@ -95,6 +107,16 @@ class Service:
             return failure_of(place, Outcome.TIMEOUT, f"gave no answer within {self.timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
             return failure_of(place, Outcome.INFRA, f"cannot be asked: {type(error).__name__}: {error}")
+
+
+def read_token(config: AskingConfig) -> str | None:
+    """Returns the content of `token_file`, stripped. ConfigError if it cannot be read."""
+    if config.token_file is None:
+        return None
+    try:
+        return Path(config.token_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"reward.token_file = {str(config.token_file)!r}: cannot be read: {error}.") from error
 
 
 def failure_of(place: Place, outcome: Outcome, text: str) -> RewardFailure:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime_core.errors import ConfigError
+from slime_search_r1.config import SearchR1Config
 from slime_search_r1.generator import SearchR1Generator
 from slime_search_r1.places import GivenServer, OwnServer
-from slime_search_r1.plugin import SearchR1Config
 from slime_search_r1.searches import Searches
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -15,11 +15,8 @@ from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import SampleGroup
+from slime_sources.config import CurriculumConfig, FilesConfig
 from slime_sources.files import FilesSource
-from slime_sources.files_config import FilesConfig
-
-if TYPE_CHECKING:
-    from slime_sources.plugin import CurriculumConfig
 
 LEVEL_KEY: Final = "curriculum_level"
 """In the metadata of its prompts: the name of their level."""

@@ -14,8 +14,8 @@ import xxhash
 from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
+from slime_sources.config import FilesConfig
 from slime_sources.data_path import DataPath
-from slime_sources.files_config import FilesConfig
 from slime_sources.order import EpochOrder, WeightedPicks
 from slime_sources.rows import RowRanges
 

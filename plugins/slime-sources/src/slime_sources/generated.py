@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import xxhash
 
 from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types.prompt import Prompt
+from slime_sources.config import GeneratedConfig
 
-if TYPE_CHECKING:
-    from slime_sources.plugin import GeneratedConfig, RowFunction
-
+RowFunction: TypeAlias = Callable[[int, int], Mapping[str, Any]]
+"""Row number from 0 and seed, to a row of columns."""
 MOST_IN_VAIN = 10_000
 """Rows in a row that may be too long."""
 

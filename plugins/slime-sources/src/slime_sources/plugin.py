@@ -4,37 +4,56 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, field_validator, model_validator
-
-from slime_core.contracts.driver import DriverConfig
-from slime_core.contracts.example import Example, SourceExample
-from slime_core.contracts.paths import RunPath
+from slime_core.contracts.collector import Collector, CollectorDriver
+from slime_core.contracts.example import CollectorExample, Example, SourceExample
 from slime_core.contracts.source import SourceDriver, SourceFactory
 from slime_core.plugin import driver
+from slime_sources.config import CurriculumConfig, FilesConfig, GeneratedConfig, ReplayConfig, StreamConfig, SumsConfig
 
-RowFunction: TypeAlias = Callable[[int, int], Mapping[str, Any]]
+if TYPE_CHECKING:
+    from slime_sources.generated import RowFunction
 
 
-class StreamConfig(DriverConfig):
-    prompt_data: tuple[RunPath, ...] = Field(min_length=1)
-    """.jsonl and .parquet files, read one after the other, in order, a row (of Parquet: a row group) at a time: a path, or a
-    list of them. Rows may be appended to the last file, if it is .jsonl, while the run goes on."""
-    at_end: Literal["repeat", "end"] = "repeat"
-    """When all rows that there are by now have been drawn: begin again with the first file (and whatever was appended since),
-    or the data have ended (`rollout.on_exhausted`)."""
-    shuffle_rows: int = Field(0, ge=0)
-    """Draw at random among the next so many rows, by the seed; 0: in the order of the files. Only their places are kept."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """What a row does that is not valid JSON, lacks a key or cannot be rendered: stop the run, or be left out and counted."""
+class Files(SourceDriver):
+    """Prompts from .jsonl and .parquet files."""
 
-    @field_validator("prompt_data", mode="before")
+    Config = FilesConfig
+
     @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def build(cls, config: FilesConfig) -> SourceFactory:
+        from slime_sources.files import FilesSource
+
+        return functools.partial(FilesSource, config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        paths = [folder / "train.jsonl", folder / "more.jsonl", folder / "other.jsonl"]
+        for number, path in enumerate(paths):
+            rows = [{"input": f"{number}{row}+1=", "label": str(row)} for row in range(5 + number)]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        train, more, other = map(str, paths)
+        shuffled = {"rollout_shuffle": True}
+        return [
+            SourceExample(options={"prompt_data": [train]}, other_options={"prompt_data": [other]}),
+            SourceExample(
+                options={"prompt_data": [f"{train}@[1:]", more], **shuffled},
+                label_key="label",
+                seeded=True,
+                other_options={"prompt_data": [train, more], **shuffled},
+            ),
+            SourceExample(
+                options={
+                    "prompt_data": [{"path": train, "weight": 1.0}, {"path": more, "weight": 2.0}],
+                    "streaming": True,
+                },
+                seeded=True,
+                epochs=False,
+            ),
+        ]
 
 
 class Stream(SourceDriver):
@@ -55,45 +74,6 @@ class Stream(SourceDriver):
             SourceExample(options={"prompt_data": one}, other_options={"prompt_data": other}),
             SourceExample(options={"prompt_data": [one, other], "shuffle_rows": 4}, label_key="label", seeded=True),
         ]
-
-
-class Level(DriverConfig):
-    """One difficulty."""
-
-    path: RunPath
-    """A .jsonl or .parquet file, or a range of its rows (`train.jsonl@[0:100]`)."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """How metrics and the metadata of prompts call it; by default its number, from 0."""
-
-
-class CurriculumConfig(DriverConfig):
-    levels: tuple[Level, ...] = Field(min_length=1)
-    """Files of prompts, one for each difficulty, in any order."""
-    rollout_shuffle: bool = False
-    """Go through each level's rows in random order, another one each epoch."""
-    pass_reward: float = Field(1.0, allow_inf_nan=False)
-    """A sample with at least this reward passes."""
-    memory: int = Field(32, gt=0)
-    """Groups over which a level's pass rate is averaged (exponentially, once there were as many)."""
-    least_share: float = Field(0.05, gt=0, le=1)
-    """Weight of a level that is always or never passed, relative to one that is passed half of the time."""
-
-    @field_validator("levels", mode="before")
-    @classmethod
-    def _as_levels(cls, value: Any) -> Any:
-        entries = value if isinstance(value, list | tuple) else [value]
-        return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> CurriculumConfig:
-        names = self.names
-        if len(set(names)) < len(names):
-            raise ValueError(f"levels: {', '.join(names)}: each needs a name of its own")
-        return self
-
-    @property
-    def names(self) -> list[str]:
-        return [level.name or str(number) for number, level in enumerate(self.levels)]
 
 
 class Curriculum(SourceDriver):
@@ -125,11 +105,6 @@ def write_rows(path: Path, numbers: range) -> str:
     rows = [{"input": f"{number}+1=", "label": str(number + 1)} for number in numbers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
-
-
-class GeneratedConfig(DriverConfig):
-    num_rows: int | None = Field(None, gt=0)
-    """Rows of an epoch, after which the same ones come again; None: without end."""
 
 
 def generated_by(cls: type[SourceDriver], row: RowFunction, config: GeneratedConfig) -> SourceFactory:
@@ -164,13 +139,6 @@ def prompts(name: str) -> Callable[[RowFunction], type[SourceDriver]]:
     return made
 
 
-class SumsConfig(GeneratedConfig):
-    digits: int = Field(2, gt=0, le=18)
-    """Of each number at most."""
-    terms: int = Field(2, ge=2, le=64)
-    """Numbers that are added."""
-
-
 class Sums(SourceDriver):
     """Additions, made up as they are needed: `{"input": "12+5=", "label": "17"}`."""
 
@@ -188,3 +156,32 @@ class Sums(SourceDriver):
             SourceExample(options={"num_rows": 7}, other_options={"num_rows": 7, "digits": 3}),
             SourceExample(options={}, label_key="label", epochs=False),
         ]
+
+
+class ReplayDriver(CollectorDriver):
+    """Steps from a rollout dump; no engine is started."""
+
+    Config = ReplayConfig
+
+    @classmethod
+    def build(cls, config: ReplayConfig) -> Collector[Any]:
+        from slime_sources.replay import ReplayedGroups
+
+        return ReplayedGroups(Path(config.folder))
+
+    @classmethod
+    def needs_engine(cls, config: Any) -> bool:
+        return False
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        from slime_sources.replay_example import write_example
+
+        shape = CollectorExample(options={"folder": str(folder)})
+        write_example(
+            folder,
+            num_steps=shape.num_steps,
+            num_groups=shape.rollout_batch_size,
+            num_samples=shape.n_samples_per_prompt,
+        )
+        return [shape]

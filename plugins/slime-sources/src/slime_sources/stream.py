@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -11,10 +11,8 @@ import xxhash
 from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
+from slime_sources.config import StreamConfig
 from slime_sources.row_reader import Place, RowReader, open_reader
-
-if TYPE_CHECKING:
-    from slime_sources.plugin import StreamConfig
 
 MOST_IN_VAIN: Final = 1_000_000
 """Rows in a row that cannot be used, before the source gives up: a stream does not know how many there are."""

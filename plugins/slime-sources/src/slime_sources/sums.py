@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from slime_sources.plugin import SumsConfig
+from slime_sources.config import SumsConfig
 
 
 def row_of(config: SumsConfig, number: int, seed: int) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
@@ -13,11 +13,9 @@ from verifiers.v1.configs.agent import agent_config_fields
 
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
 from slime_core.errors import DataError, PluginError
+from slime_verifiers.config import VerifiersConfig
 from slime_verifiers.library import load_environment
 from slime_verifiers.source import TASK
-
-if TYPE_CHECKING:
-    from slime_verifiers.plugin import VerifiersConfig
 
 HARNESS = "slime_verifiers"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import verifiers.v1 as vf
 import xxhash
@@ -14,10 +14,8 @@ from slime_core.contracts.source import DataSource, Renderer
 from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.types.prompt import Prompt
 from slime_sources.order import EpochOrder
+from slime_verifiers.config import VerifiersTasksConfig
 from slime_verifiers.library import load_taskset
-
-if TYPE_CHECKING:
-    from slime_verifiers.plugin import VerifiersTasksConfig
 
 TASK: Final = "task"
 """Of a prompt's metadata: the task's data, by which the environment knows it again. `taskset` is beside it."""

@@ -19,9 +19,8 @@ from rich.text import Text
 
 from slime_core.controller.run_folder import RunFolder
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.table import read_groups, read_numbers
+from slime_core.data.table import dump_file, dumped_steps, read_groups, read_numbers
 from slime_core.errors import ConfigError, DataError
-from slime_core.rollout.replay import dump_file, dumped_steps
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_viewer.view import Order
 

@@ -1,7 +1,7 @@
 """A Python interpreter for code that nobody has read."""
 
+from slime_agents.config import SandboxConfig
 from slime_agents.sandbox.execution import Execution, Outcome
 from slime_agents.sandbox.interpreter import Interpreter
-from slime_agents.sandbox.terms import SandboxConfig
 
 __all__ = ["Execution", "Interpreter", "Outcome", "SandboxConfig"]

@@ -19,9 +19,9 @@ import weakref
 from pathlib import Path
 from typing import Any, Final
 
+from slime_agents.config import WALLS, SandboxConfig
 from slime_agents.sandbox.execution import Execution, Outcome
 from slime_agents.sandbox.inside.scratch import remove
-from slime_agents.sandbox.terms import WALLS, SandboxConfig
 from slime_core.errors import PluginError
 
 INSIDE: Final = Path(__file__).parent / "inside"

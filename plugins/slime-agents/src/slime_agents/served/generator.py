@@ -7,17 +7,14 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from slime_agents.config import AgentConfig
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
 from slime_agents.served.server import AgentServer
 from slime_agents.served.session import Session
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.errors import PluginError
 from slime_core.types.sample import Sample, Status
-
-if TYPE_CHECKING:
-    from slime_agents.plugin import AgentConfig
 
 
 class ServedAgent(Generator):

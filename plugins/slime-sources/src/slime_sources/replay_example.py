@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_core.data.table import write_groups
-from slime_core.rollout.replay import dump_file
+from slime_core.data.table import dump_file, write_groups
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, VersionSpan
 

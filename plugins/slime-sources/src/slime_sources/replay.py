@@ -5,21 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime_core.contracts.collector import Collector
-from slime_core.data.table import read_groups
+from slime_core.data.table import dump_file, dumped_steps, read_groups
 from slime_core.errors import DataError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.sample import SampleGroup
-
-
-def dump_file(folder: Path, step: int) -> Path:
-    """Where the groups of a step are dumped."""
-    return folder / f"step_{step:06d}.parquet"
-
-
-def dumped_steps(folder: Path) -> list[int]:
-    """In order."""
-    numbers = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
-    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 class ReplayedGroups(Collector[RolloutContext]):
