@@ -17,7 +17,7 @@ from slime_core.config.bound import BoundAlgo, BoundEngines, BoundReward, BoundR
 from slime_core.config.checks import cross_checks
 from slime_core.config.part import Part
 from slime_core.config.plugin_table import PluginTable
-from slime_core.config.roles import LOSS_KEYS
+from slime_core.config.roles import LOSS_KEYS, POLICY
 from slime_core.config.run import EngineRow, RunConfig
 from slime_core.config.trained_roles import with_roles
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
@@ -32,8 +32,9 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
     role_backends = bind_of_roles(config, binder, "backend", groups.BACKENDS)
-    optimizer = binder.part(groups.OPTIMIZERS, config.train.optimizer, "train.optimizer")
-    role_optimizers = bind_of_roles(config, binder, "optimizer", groups.OPTIMIZERS)
+    optimizers = bind_of_roles(config, binder, "optimizer", groups.OPTIMIZERS)
+    if optimizer := binder.part(groups.OPTIMIZERS, config.train.optimizer, "train.optimizer"):
+        optimizers = {POLICY: optimizer, **optimizers}
     engine = binder.part(groups.ENGINES, config.engine, "engine")
     teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
@@ -53,46 +54,17 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # What eval.defaults says is bound for each set.
     binder.problems[:] = dict.fromkeys(binder.problems)
-    if binder.problems or None in (
-        algo,
-        backend,
-        optimizer,
-        engine,
-        source,
-        generate,
-        collector,
-        buffer_filter,
-        launcher,
-    ):
+    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter, launcher):
         raise ConfigError(binder.problems)
-    assert algo and backend and optimizer and engine and source  # noqa: PT018
+    assert algo and backend and engine and source  # noqa: PT018
     assert generate and collector and buffer_filter and launcher  # noqa: PT018
-    run = with_roles(
-        BoundRun(
-            config=config,
-            registry=registry,
-            base=base,
-            algo=algo,
-            backend=backend,
-            optimizer=optimizer,
-            engine=engine,
-            transport=transport,
-            source=source,
-            rewards=rewards,
-            generate=generate,
-            collector=collector,
-            buffer_filter=buffer_filter,
-            filters=filters,
-            launcher=launcher,
-            trackers=trackers,
-            middlewares=middlewares,
-            evals=evals,
-            teacher=teacher,
-            reward_model=reward_model,
-            role_backends=role_backends,
-            role_optimizers=role_optimizers,
-        )
-    )
+    bound = BoundRun(
+        config=config, registry=registry, base=base, algo=algo, backend=backend, role_backends=role_backends,
+        optimizers=optimizers, engine=engine, transport=transport, source=source, rewards=rewards, generate=generate,
+        collector=collector, buffer_filter=buffer_filter, filters=filters, launcher=launcher, trackers=trackers,
+        middlewares=middlewares, evals=evals, teacher=teacher, reward_model=reward_model,
+    )  # fmt: skip
+    run = with_roles(bound)
     if contradictions := cross_checks(run):
         raise ConfigError(contradictions)
     return run

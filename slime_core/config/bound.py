@@ -172,7 +172,8 @@ class BoundRun:
     """Folder of the run file."""
     algo: BoundAlgo
     backend: Part
-    optimizer: Part
+    optimizers: Mapping[str, Part]
+    """By role; of the policy, and of roles that name one of their own."""
     engine: Part
     transport: Part | None
     source: Part
@@ -190,8 +191,6 @@ class BoundRun:
     reward_model: BoundEngines | None = None
     role_backends: Mapping[str, Part] = field(default_factory=dict)
     """Of roles that name a backend of their own."""
-    role_optimizers: Mapping[str, Part] = field(default_factory=dict)
-    """Of roles that name an optimizer of their own."""
     roles: tuple[BoundRole, ...] = ()
     """The models that are trained; the first one is the policy."""
 
@@ -221,7 +220,7 @@ class BoundRun:
         return (
             self.backend, *self.role_backends.values(), self.engine, *served, *transport, *rewards, self.source,
             self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals,
-            self.launcher, self.optimizer, *self.role_optimizers.values(), *self.algo.parts,
+            self.launcher, *self.optimizers.values(), *self.algo.parts,
         )  # fmt: skip
 
     @property

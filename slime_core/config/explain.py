@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Final
 
 from slime_core import groups
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, kernel_flags
+from slime_core.config.load import merge
 from slime_core.errors import ConfigError, near_matches
 from slime_core.registry import Registry
 from slime_core.registry.options import default_text, type_text
 
-CHOICES: Final[Mapping[str, Callable[[str], Mapping[str, Any]]]] = {
-    groups.BACKENDS: lambda name: {"backend": name},
-    groups.ENGINES: lambda name: {"engine": name},
-    groups.ALGORITHMS: lambda name: {"algo": name},
-    groups.REWARDS: lambda name: {"reward": name},
-    groups.LAUNCHERS: lambda name: {"launcher": name},
-    groups.OPTIMIZERS: lambda name: {"train": {"optimizer": name}},
+TABLES: Final = {
+    groups.BACKENDS: ("backend",),
+    groups.ENGINES: ("engine",),
+    groups.ALGORITHMS: ("algo",),
+    groups.REWARDS: ("reward",),
+    groups.LAUNCHERS: ("launcher",),
+    groups.OPTIMIZERS: ("train", "optimizer"),
 }
-"""Groups whose options are listed where nothing is chosen: tables of a run file that choose one."""
+"""Groups whose options are listed where nothing is chosen, with the table that chooses one."""
 
 
 def explain_key(key: str, chosen: Mapping[str, str]) -> str:
@@ -60,8 +61,8 @@ def all_flags(chosen: Mapping[str, str]) -> list[Flag]:
     flags = kernel_flags()
     if chosen:
         return flags + chosen_flags(chosen, registry, strict=True)
-    for group, chooses in CHOICES.items():
+    for group, path in TABLES.items():
         for entry in registry.entries(group):
-            more = chosen_flags(chooses(entry.qualified), registry, strict=True)
+            more = chosen_flags(merge({}, [((*path, "name"), entry.qualified)]), registry, strict=True)
             flags += [flag for flag in more if flag not in flags]
     return flags

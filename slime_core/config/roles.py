@@ -17,6 +17,8 @@ from slime_core.contracts.needs import Need
 from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig
 from slime_core.contracts.setup import RoutingReplay
 
+POLICY: Final = "actor"
+
 LOSS_KEYS: Final[Mapping[str, str]] = {"critic": "critic_loss"}
 """Roles that a recipe may ask for beside the policy, each with the key of the algo table that names its loss."""
 

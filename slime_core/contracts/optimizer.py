@@ -92,9 +92,3 @@ class ChosenOptimizer:
 
     driver: type[OptimizerDriver]
     options: DriverConfig
-
-    def make(
-        self, groups: Sequence[dict[str, Any]], config: OptimizerConfig, rounded: RoundedState | None = None
-    ) -> Optimizer:
-        """See `OptimizerFactory`."""
-        return self.driver.build(self.options)(groups, config, rounded)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
+from slime_core.config.roles import POLICY
 from slime_core.errors import PluginError
 
 MAY_CHANGE: Final = (
@@ -114,9 +115,9 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     if algo.critic_loss is not None:
         keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
     config["algo"] = table(algo.name, keys)
-    config["train"]["optimizer"] = short_table(run.optimizer)
-    for role, part in run.role_optimizers.items():
-        config["roles"][role]["optimizer"] = short_table(part)
+    for role, part in run.optimizers.items():
+        of_role = config["train"] if role == POLICY else config["roles"][role]
+        of_role["optimizer"] = short_table(part)
     for role, part in run.role_backends.items():
         config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
     config["launcher"] = run.config.launcher.model_dump(mode="json") | run.launcher.config.model_dump(mode="json")

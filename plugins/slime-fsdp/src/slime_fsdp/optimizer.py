@@ -33,7 +33,7 @@ def make_optimizer(
     rounded = None
     if options.rounds_state:
         rounded = RoundedState(exp_avg=options.exp_avg_dtype, exp_avg_sq=options.exp_avg_sq_dtype)
-    return chosen.make(groups, config, rounded)
+    return chosen.driver.build(chosen.options)(groups, config, rounded)
 
 
 def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) -> float:
