@@ -62,7 +62,10 @@ def install(one: Distribution, wheels: Path, folder: Path, extra: str = "") -> s
     if made.returncode:
         return made.stderr
     wanted = f"{one.name}[{extra}]" if extra else one.name
-    done = run(UV, "pip", "install", "--quiet", "--python", folder / "bin/python", "--find-links", wheels,
+    # The flag takes the place of the variable.
+    places = [str(wheels), *os.environ.get("UV_FIND_LINKS", "").split()]
+    links = [word for place in places for word in ("--find-links", place)]
+    done = run(UV, "pip", "install", "--quiet", "--python", folder / "bin/python", *links,
                "--constraint", ROOT / "constraints.txt", wanted)  # fmt: skip
     return done.stderr if done.returncode else ""
 
