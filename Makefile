@@ -12,7 +12,7 @@ PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
 
-.PHONY: venv demo test suites test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
+.PHONY: venv demo record test suites test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -49,6 +49,9 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 
 # In the order of conftest.py: pytest-xdist's own, files with most tests first, leaves long runs of few tests for the end.
 FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+record: .venv/.test  ## What a user sees of this checkout, as text files: make record OUT=folder, then diff -r OTHER folder.
+	$(BIN)/python tests/recorder/record.py $(OUT)
 
 test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lint and types meanwhile.
 	$(MAKE) --jobs 3 lint types suites

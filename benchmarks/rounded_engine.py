@@ -18,8 +18,9 @@ import xxhash
 
 from slime_core.plugin import driver
 from slime_core.types.weights import Bucket
+from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
-from slime_local.plugin import Local, LocalConfig
+from slime_local.plugin import Local
 
 ROUNDED = "_proj.weight"
 """The linear layers of the decoder layers end in this."""

@@ -14,6 +14,7 @@ from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
 from slime_core.config.roles import POLICY
+from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
 from slime_core.errors import PluginError
 
 MAY_CHANGE: Final = (
@@ -52,9 +53,6 @@ REPLAY_MAY_CHANGE: Final = (
 """Keys that the replay of a schedule may change. Not how many steps there are, nor when checkpoints are taken and what is
 evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
 are compared by their text."""
-
-BESIDE_TRAINING: Final = ("trackers", "eval", "launcher")
-"""Where plugins are asked for that may be others when a run goes on: what is trained does not depend on them."""
 
 LIBRARIES: Final = ("torch", "transformers", "numpy")
 
@@ -144,14 +142,7 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     plugins = {
         f"{part.where} {part.name}": f"{part.group}:{part.entry.qualified} {part.entry.version}" for part in run.parts
     }
-    identity = {
-        "config": without(config, MAY_CHANGE),
-        "plugins": sorted({value for key, value in plugins.items() if not key.startswith(BESIDE_TRAINING)}),
-        "plugin_files": files,
-        "data": data_fingerprint,
-    }
     may_differ = (*MAY_CHANGE, ("name",), *layout_keys(run))
-    moved = identity | {"config": without(config, may_differ)}
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -161,17 +152,55 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         trust_remote_code=run.config.model.trust_remote_code,
         data=data_fingerprint,
         config=config,
-        fingerprint=hash_of(identity),
-        training=hash_of(moved),
+        fingerprint=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=MAY_CHANGE)),
+        training=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=may_differ)),
         may_differ=may_differ,
     )
+
+
+def identity(
+    config: Mapping[str, Any],
+    plugins: Mapping[str, str],
+    plugin_files: Mapping[str, str],
+    data: str,
+    *,
+    without_keys: tuple[tuple[str, ...], ...],
+) -> dict[str, Any]:
+    """What is the same in two starts of one run."""
+    return {
+        "config": without(config, without_keys),
+        "plugins": sorted(set(deciding_plugins(plugins).values())),
+        "plugin_files": plugin_files,
+        "data": data,
+    }
+
+
+def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
+    """Without those that only write down or evaluate, and what starts the workers."""
+    return {where: name for where, name in plugins.items() if not where.startswith(("trackers", "eval", "launcher"))}
+
+
+def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) -> dict[str, Any]:
+    """What a manifest.json says, in today's names. If it has others, its fingerprints are those that today's slime gives
+    the same run."""
+    today = in_todays_names(content, renames)
+    if today == content or "fingerprint" not in content:
+        return today
+    parts = today["config"], today["plugins"], today["plugin_files"], today["data"]
+    today["fingerprint"] = hash_of(identity(*parts, without_keys=MAY_CHANGE))
+    if "may_differ" in today:
+        may_differ = tuple(tuple(path) for path in today["may_differ"])
+        today["training"] = hash_of(identity(*parts, without_keys=may_differ))
+    return today
 
 
 def replay_identity(manifest: Manifest) -> dict[str, Any]:
     """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
     plugins, the texts of single-file plugins and the fingerprint of the data."""
     others = {
-        "plugins": {where: name for where, name in manifest.plugins.items() if not where.startswith("trackers")},
+        "plugins": {
+            where: name for where, name in manifest.plugins.items() if not where.startswith(("trackers", "launcher"))
+        },
         "plugin_files": manifest.plugin_files,
         "training_data": manifest.data,
     }

@@ -24,8 +24,10 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
-from slime_fsdp.plugin import Fsdp, FsdpConfig
-from slime_local.plugin import Local, LocalConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
+from slime_local.config import LocalConfig
+from slime_local.plugin import Local
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_training import TEMPERATURE, Place
 

@@ -20,9 +20,11 @@ from slime_core.contracts.engine import Capability
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.batch import Batch
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
+from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
-from slime_local.plugin import Local, LocalConfig
+from slime_local.plugin import Local
 from slime_plugin_kit.tiny_model import buckets_of as buckets_of_weights
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model, moved, named_weights
 from slime_plugin_kit.tiny_training import MASKED, TEMPERATURE, Place, TrainingBatch, objective_of, opened

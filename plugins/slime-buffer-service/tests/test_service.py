@@ -11,8 +11,8 @@ import pytest
 
 from slime_buffer_service.app import BufferApp
 from slime_buffer_service.board import Board
+from slime_buffer_service.config import OutsideAgentsConfig
 from slime_buffer_service.generator import OutsideAgents
-from slime_buffer_service.plugin import OutsideAgentsConfig
 from slime_core.rollout.groups import check_samples
 from slime_core.types.sample import Status, VersionSpan
 from slime_plugin_kit.scripted_engine import ScriptedEngine

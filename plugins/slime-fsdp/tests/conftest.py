@@ -35,7 +35,8 @@ from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.types.batch import TokenColumns
 from slime_core.types.microbatch import LossColumns, MicroBatch
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 from slime_models.image_processor import ImageProcessor
 from slime_models.pack_images import PixelCache
 from slime_plugin_kit.tiny_vision import image_batch, image_samples, make_tiny_vision_model
@@ -315,6 +316,17 @@ def contents():
 @pytest.fixture
 def sequence_policy():
     return SequencePolicy
+
+
+@pytest.fixture
+def train(samples):
+    """`train(backend, count, first=0)`: steps of two micro-batches and of one, in turn."""
+
+    def steps(backend, count, first=0):
+        micros = [[pack(samples[:4]), pack(samples[4:])], [pack(samples[::-1])]]
+        return [backend.train_step(micros[i % 2], SequencePolicy()) for i in range(first, first + count)]
+
+    return steps
 
 
 @pytest.fixture

@@ -14,15 +14,6 @@ from slime_core.errors import CheckpointError
 ADAM = {"lr": 0.01, "lr_warmup_iters": 2, "lr_decay_style": "cosine", "min_lr": 0.001}
 
 
-@pytest.fixture
-def train(pack, samples, sequence_policy):
-    def steps(backend, count, first=0):
-        micros = [[pack(samples[:4]), pack(samples[4:])], [pack(samples[::-1])]]
-        return [backend.train_step(micros[i % 2], sequence_policy()) for i in range(first, first + count)]
-
-    return steps
-
-
 def same(one, other):
     assert one.keys() == other.keys()
     return all(torch.equal(one[name], other[name]) for name in one)

@@ -10,20 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from slime_core.errors import CheckpointError, ModelError
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 
 ADAM = {"lr": 0.01, "lr_warmup_iters": 1, "lr_decay_style": "cosine", "min_lr": 0.001}
 LORA = {"lora_rank": 3, "lora_alpha": 5}
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-
-
-@pytest.fixture
-def train(pack, samples, sequence_policy):
-    def steps(backend, count, first=0):
-        micros = [[pack(samples[:4]), pack(samples[4:])], [pack(samples[::-1])]]
-        return [backend.train_step(micros[i % 2], sequence_policy()) for i in range(first, first + count)]
-
-    return steps
 
 
 @pytest.fixture
@@ -297,7 +289,7 @@ def test_options_that_contradict_each_other(monkeypatch):
     assert "lora_rank" in problems(lora_alpha=8)[0]
     assert "target_modules" in problems(lora_rank=4, freeze_params_name_list=("embed",))[0]
     assert len(problems(lora_adapter_path="/adapter", lora_rank=4, lora_alpha=8)) == 2
-    monkeypatch.setattr("slime_fsdp.plugin.find_spec", lambda name: None)
+    monkeypatch.setattr("slime_fsdp.config.find_spec", lambda name: None)
     assert problems() == []
     assert "pip install slime-fsdp[lora]" in problems(lora_rank=4)[0]
     assert "pip install slime-fsdp[lora]" in problems(lora_adapter_path="/adapter")[0]

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slime_core.contracts.memory import Moment, TrainerLoad, bytes_at, peak_of
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 from slime_training.footprint import DecoderShape, kept_per_token
 
 GIB = 2**30

@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 
 from slime_core.errors import ConfigError
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 
 ADAM = {"lr": 0.003, "weight_decay": 0.1}
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}

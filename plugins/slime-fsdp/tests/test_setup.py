@@ -9,7 +9,8 @@ import pytest
 
 from slime_core.errors import ModelError
 from slime_fsdp.causal_models import TABLE, causal_model_types, types_in
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 
 QWEN = {"model_type": "qwen3"}
 
@@ -103,7 +104,8 @@ def test_every_option_is_documented():
 def test_options_are_looked_at_without_anything_heavy():
     code = (
         "import sys\n"
-        "from slime_fsdp.plugin import Fsdp, FsdpConfig\n"
+        "from slime_fsdp.config import FsdpConfig\n"
+        "from slime_fsdp.plugin import Fsdp\n"
         "found = Fsdp.problems(FsdpConfig(), 2, {'model_type': 'qwem3'})\n"
         "print(len(found), [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])\n"
     )

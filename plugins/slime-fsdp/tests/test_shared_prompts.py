@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.config import FsdpConfig
+from slime_fsdp.plugin import Fsdp
 from slime_fsdp.shared_prompts import share_prompts
 
 # Prompt number and response length: groups of 4, 1, 3 and 2; an empty response in the first and nothing else in the

@@ -12,7 +12,7 @@ from slime_core.contracts.backend import ObjectiveOutput
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
 from slime_fsdp.backend import FsdpBackend
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.config import FsdpConfig
 from slime_models.image_processor import ImageProcessor
 from slime_models.pack_images import PixelCache
 from slime_plugin_kit.tiny_vision import (

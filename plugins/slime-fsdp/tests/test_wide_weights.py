@@ -15,8 +15,9 @@ from transformers import (
 )
 
 from slime_core.contracts.memory import TrainerLoad
+from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import open_folder
-from slime_fsdp.plugin import Fsdp, FsdpConfig
+from slime_fsdp.plugin import Fsdp
 
 WIDE = {
     "qwen3": ("model.norm.weight", "model.layers.1.self_attn.q_norm.weight"),

@@ -11,8 +11,8 @@ from slime_core.contracts.engine import Capability
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineRefused
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
-from slime_local.plugin import LocalConfig
 from slime_models.image_processor import ImageProcessor
 from slime_plugin_kit.tiny_model import buckets_of, make_tiny_model, moved
 from slime_plugin_kit.tiny_vision import (
@@ -60,6 +60,13 @@ def log_probs_of(plain, processor, request, answer):
         return image_log_probs_of(plain, pixels, request.token_ids, answer).numpy()
 
 
+async def push(engine, weights, version):
+    await engine.pause()
+    for bucket in buckets_of(weights, version, 2):
+        await engine.load_bucket(bucket)
+    await engine.resume()
+
+
 def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp_path):
     processor = ImageProcessor(folder)
     before, after = load_plain_vision(folder), moved(load_plain_vision(folder), seed=5)
@@ -78,19 +85,13 @@ def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp
             request_of(processor, "two", IMAGES[1], 12, IMAGES[0], 13, 14),
             request_of(processor, "text", 15, 16, 17),
         ]
-        await engine.pause()
-        for bucket in buckets_of(weights[0], 0, 2):
-            await engine.load_bucket(bucket)
-        await engine.resume()
+        await push(engine, weights[0], 0)
         first = await engine.generate(requests)
         # Weights change under running answers: keys and values are computed anew, of the images too.
         running = asyncio.create_task(engine.generate([replace(r, request_id=r.request_id + "-2") for r in requests]))
         for _ in range(5):
             await asyncio.sleep(0)
-        await engine.pause()
-        for bucket in buckets_of(weights[1], 1, 2):
-            await engine.load_bucket(bucket)
-        await engine.resume()
+        await push(engine, weights[1], 1)
         second = await running
         # As a partial rollout goes on: the tokens so far belong to the request.
         going = [

@@ -278,14 +278,19 @@ def test_kimi_is_read_as_deepseek(tmp_path):
     raw = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.X"}}
     file.write_text(json.dumps(raw))
     (folder / "configuration.py").write_text("X = None\n")
+    check_model(folder, training, expected, log_probs, saved=tmp_path / "saved")
+    # Whoever loads it runs the code that its config names.
+    assert (tmp_path / "saved" / "configuration.py").read_text() == "X = None\n"
+
+
+def check_model(folder, training, expected, log_probs, *, saved):
+    """The backend exports the weights of `expected` and computes `log_probs`; what `save_hf` writes goes to `saved`."""
     with opened_one(folder) as one:
         exported = one.weights()
         got = one.scores(training)["log_probs"]
-        one.backend.save_hf(tmp_path / "saved")
+        one.backend.save_hf(saved)
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert abs(got - log_probs.numpy()).max() <= LOGITS
-    # Whoever loads it runs the code that its config names.
-    assert (tmp_path / "saved" / "configuration.py").read_text() == "X = None\n"
 
 
 def test_mimo_is_read_as_qwen2(tmp_path):
@@ -302,12 +307,7 @@ def test_mimo_is_read_as_qwen2(tmp_path):
     changed(folder, lambda weights: weights.update({extra: torch.ones(2, 3)}))
     published = {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1, "rope_theta": 640000}
     file.write_text(json.dumps(raw | published | {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}))
-    with opened_one(folder) as one:
-        exported = one.weights()
-        got = one.scores(training)["log_probs"]
-        one.backend.save_hf(tmp_path / "saved")
-    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
-    assert abs(got - log_probs.numpy()).max() <= LOGITS
+    check_model(folder, training, expected, log_probs, saved=tmp_path / "saved")
     assert extra in load_file(tmp_path / "saved/model.safetensors")
 
 

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
 from slime_core.registry.options import bind
-from slime_megatron import options, plugin
-from slime_megatron.plugin import Megatron, megatron_options
+from slime_megatron import config as backend_config
+from slime_megatron import options
+from slime_megatron.config import MegatronOptions, megatron_options, refusal_of
+from slime_megatron.plugin import Megatron
 from slime_megatron.refusals import told_by_megatron
 
 pytestmark = pytest.mark.megatron
@@ -83,7 +85,7 @@ def test_binding_imports_no_megatron():
 
 
 def test_without_megatron_its_installation_is_told(monkeypatch):
-    monkeypatch.setattr(plugin, "megatron_folder", lambda: None)
+    monkeypatch.setattr(backend_config, "megatron_folder", lambda: None)
     problems = Megatron.problems(Megatron.Config(), 1, MODEL)
     assert any('pip install "slime-megatron[core]"' in problem for problem in problems)
 
@@ -211,8 +213,8 @@ NOT_INSTALLED = {"moe_permute_fusion": True, "moe_router_fusion": True}
 
 def test_every_option_of_megatron_is_taken_or_refused():
     """A new one of a new Megatron is neither."""
-    names = {option.name for option in options.installed_options()} - set(plugin.MegatronOptions.model_fields)
-    refused = {name for name in names if plugin.refusal_of(name) is not None}
+    names = {option.name for option in options.installed_options()} - set(MegatronOptions.model_fields)
+    refused = {name for name in names if refusal_of(name) is not None}
     assert sorted(refused | set(TAKEN) | set(NOT_INSTALLED)) == sorted(names)
     assert not refused & set(TAKEN)
     for name in sorted(refused):

@@ -141,7 +141,8 @@ acme = "acme_megatron:Acme"
 packages = ["acme_megatron"]
 """,
     "acme_megatron/__init__.py": """\
-from slime_megatron.plugin import Megatron, MegatronOptions
+from slime_megatron.config import MegatronOptions
+from slime_megatron.plugin import Megatron
 
 
 class AcmeConfig(Megatron.Config):

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from slime_router.server.app import create_app
+from slime_router.server.app import RouterApp
 from slime_router.server.cli import bind_middlewares
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstreams
@@ -54,7 +54,7 @@ class Router:
 async def routed(*upstreams, middlewares=(), **settings):
     known = Settings(**{"health_interval_s": 60.0, **settings})
     places = Upstreams([getattr(upstream, "url", upstream) for upstream in upstreams], known)
-    app = create_app(places, bind_middlewares(list(middlewares)), known)
+    app = RouterApp(places, bind_middlewares(list(middlewares)), known).asgi()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http="httptools", log_level="warning", lifespan="on"))

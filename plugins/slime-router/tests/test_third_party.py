@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent / "third_party" / "acme-middleware"
 ROUTER = """
 import asyncio, json, sys
 import aiohttp, uvicorn, socket
-from slime_router.server.app import create_app
+from slime_router.server.app import RouterApp
 from slime_router.server.cli import bind_middlewares
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstreams
@@ -25,7 +25,7 @@ from slime_router.server.upstreams import Upstreams
 async def main():
     settings = Settings()
     parts = bind_middlewares(["load_balance", '{ name = "acme_prefer", engine = 1 }'])
-    app = create_app(Upstreams(sys.argv[1:], settings), parts, settings)
+    app = RouterApp(Upstreams(sys.argv[1:], settings), parts, settings).asgi()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))

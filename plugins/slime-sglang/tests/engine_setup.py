@@ -20,9 +20,7 @@ def requests_of(fleet):
         fleet,
         SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
         SimpleNamespace(index=0, max_context_len=100),
-        check=SimpleNamespace(problem=lambda *request: None),
-        vocab_size=10,
-        image_tokens=None,
+        check=SimpleNamespace(problem=lambda *request: None, vocab_size=10, image_tokens=None),
         experts=None,
         version=lambda: 0,
     )

@@ -12,7 +12,8 @@ import pytest
 from fake_sglang import FakeSglang
 
 from slime_sglang.plugin import Sglang
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc, SentConfig
+from slime_sglang.transports.config import SentConfig
+from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 SLIME = Path(sys.executable).with_name("slime")
 

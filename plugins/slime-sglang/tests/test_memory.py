@@ -9,7 +9,8 @@ from engine_setup import setup_for
 from slime_core.contracts.memory import EngineLoad, Moment, bytes_at
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model
 from slime_sglang.plugin import Sglang
-from slime_sglang.transports.plugin import Delta, DeltaConfig, Distributed, DistributedConfig, Ipc, IpcConfig
+from slime_sglang.transports.config import DeltaConfig, DistributedConfig, IpcConfig
+from slime_sglang.transports.plugin import Delta, Distributed, Ipc
 
 pytestmark = pytest.mark.sglang
 

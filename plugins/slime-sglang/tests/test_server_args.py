@@ -16,9 +16,10 @@ from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import ConfigError, EngineError
 from slime_core.registry import Registry
 from slime_sglang import launching
+from slime_sglang.config import SglangOptions, make_config, server_options
 from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
-from slime_sglang.plugin import Sglang, SglangOptions, make_config, server_options
+from slime_sglang.plugin import Sglang
 from slime_sglang.router import chosen_options
 from slime_sglang.router_args import router_options
 from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
@@ -124,7 +125,7 @@ def test_config(monkeypatch):
         ServerOption("modules", list[str], "Doc.", ("a", "b")),
         ServerOption("dp_size", int, "Doc.", aliases=("data_parallel_size",)),
     )
-    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: options)
+    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: options)
     config = make_config()
     assert server_options(config(mem_fraction_static="0.5")) == {"mem_fraction_static": 0.5}
     assert server_options(config()) == {}
@@ -173,7 +174,7 @@ def test_a_token_file(tmp_path):
 def test_what_does_not_go_together(options, words, monkeypatch):
     known = {"cache_threshold": ServerOption("cache_threshold", float, "Doc.")}
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
-    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     monkeypatch.setitem(sys.modules, "mooncake", module_of("mooncake"))
     (problem,) = Sglang.problems(SglangOptions(**options))
     assert words in problem
@@ -193,7 +194,7 @@ def test_the_package_that_hands_keys_and_values_over(monkeypatch):
     def problems(**more):
         return Sglang.problems(Options(prefill_servers=1, servers=2, router_policy="random", **more))
 
-    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: {"policy": None})
     for package in ("mooncake", "nixl"):
         monkeypatch.setitem(sys.modules, package, module_of(package))
@@ -258,7 +259,7 @@ def test_what_the_router_is_started_with():
 def test_a_missing_router_is_a_problem(monkeypatch):
     monkeypatch.setattr("slime_sglang.router_args.router_options", dict)
     options = (ServerOption("model_path", str, "Doc."),)
-    monkeypatch.setattr("slime_sglang.plugin.options_of_server", lambda: options)
+    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: options)
     (problem,) = Sglang.problems(SglangOptions(router_policy="random", router_options={"anything": 1}))
     assert 'engine.router_policy = "random": sglang-router is not installed here' in problem
 
@@ -309,7 +310,7 @@ def test_servers_that_could_be_compared_with_nothing(options, layout, words):
 
 
 def test_a_missing_sglang_is_a_problem(monkeypatch):
-    monkeypatch.setattr("slime_sglang.plugin.options_of_server", tuple)
+    monkeypatch.setattr("slime_sglang.config.options_of_server", tuple)
     (problem,) = Sglang.problems(SglangOptions())
     assert "not installed" in problem
     assert Sglang.problems(SglangOptions(external_engine_addrs=("host:1",))) == []

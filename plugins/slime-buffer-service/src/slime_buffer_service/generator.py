@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from slime_buffer_service.app import BufferApp
 from slime_buffer_service.board import Board, Ticket
+from slime_buffer_service.config import OutsideAgentsConfig
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.sample import Sample, Status
 from slime_serving.in_loop import InLoopServer
 from slime_serving.listener import listen, shown
 from slime_serving.token_file import token_from
-
-if TYPE_CHECKING:
-    from slime_buffer_service.plugin import OutsideAgentsConfig
 
 BACKLOG: Final = 1024
 

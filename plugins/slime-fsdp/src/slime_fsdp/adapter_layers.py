@@ -19,8 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.errors import ModelError
 from slime_fsdp.adapters import ADAPTER, VALUE_HEAD, Adapters, file_name, is_trained_with_adapters
+from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder
-from slime_fsdp.plugin import FsdpConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -235,13 +235,20 @@ def attend_blocks(
     return out
 
 
+def rectangles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D')."""
+    return (
+        q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2),
+        k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2),
+        v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2),
+    )
+
+
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S Lq, H, D')."""
-    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
-    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
-    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    q, k, v = rectangles(q, k, v, block)
     mask = block.mask
     if sliding_window is not None and sliding_window < block.key_length:
         mask = keys_in_sight(block.last_key, block.key_length, sliding_window)
@@ -263,9 +270,7 @@ def attend_block_invariant(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """As `attend_block`."""
-    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
-    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
-    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
+    q, k, v = rectangles(q, k, v, block)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return invariant_attention(q, k, v, block.last_key, scale, sliding_window).transpose(1, 2).flatten(0, 1)
 

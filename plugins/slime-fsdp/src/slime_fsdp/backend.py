@@ -7,144 +7,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.loss import Segments
-from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import TrainerSetup
-from slime_core.errors import ConfigError, ModelError, unknown_name
+from slime_core.errors import ModelError, unknown_name
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
-from slime_fsdp.adapters import copy_trained, replaced, values_without_effect
+from slime_fsdp.adapters import copy_trained, replaced
 from slime_fsdp.architecture import differences
-from slime_fsdp.attention import AttentionPlan, plan_attention
+from slime_fsdp.config import FsdpConfig
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
-from slime_fsdp.folder import ModelFolder, open_folder
-from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.optimizer import (
     GradientSums,
     gradient_norm,
     learning_rate,
-    make_optimizer,
     make_state,
     optimizer_tensors,
     scale_gradients,
 )
-from slime_fsdp.packed_model import Outputs, PackedModel, Placement, build_model
-from slime_fsdp.plugin import Fsdp, FsdpConfig
-from slime_fsdp.process import Ranks, join
-from slime_fsdp.sharding import Sharding
-from slime_fsdp.shared_prompts import share_prompts
+from slime_fsdp.packed_model import Outputs, PackedModel
+from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
-from slime_fsdp.vision import held_images, rope_positions
-from slime_training.attention_runs import long_on
-from slime_training.chosen_optimizer import chosen_optimizer
-from slime_training.context_parallel import ZigzagSegments, split_micro_batch
-from slime_training.delta_rule import plan_recurrence
+from slime_fsdp.trainer import Trainer, make_trainer
+from slime_training.context_parallel import ZigzagSegments
 from slime_training.head import EntropyMode
-from slime_training.offload import TrainerParking
 from slime_training.random_state import random_state
 from slime_training.rounded_adamw import local
-from slime_training.segment_table import whole_sequences, zigzag_part
 from slime_training.segments import LocalSegments
-
-
-@dataclass(kw_only=True)
-class _Trainer:
-    """What `setup` makes."""
-
-    setup: TrainerSetup
-    layout: Layout
-    ranks: Ranks
-    placement: Placement
-    folder: ModelFolder
-    model: PackedModel
-    optimizer: torch.optim.Optimizer
-    optimizer_driver: type[OptimizerDriver]
-    copies: dict[str, PackedModel]
-    adapter_copies: dict[str, dict[str, Tensor]]
-    """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
-    refreshed: set[str]
-    steps_done: int = 0
-    parking: TrainerParking
-    staging: Staging | None = None
-    saving_group: dist.ProcessGroup | None = None
-    staging_group: dist.ProcessGroup | None = None
-    """Of the thread that writes what was staged."""
 
 
 class FsdpBackend(TrainBackend):
     def __init__(self, config: FsdpConfig) -> None:
         self._config = config
-        self._trainer: _Trainer | None = None
+        self._trainer: Trainer | None = None
 
     @property
-    def _ready(self) -> _Trainer:
+    def _ready(self) -> Trainer:
         if self._trainer is None:
             raise RuntimeError("call setup first")
         return self._trainer
 
     def setup(self, setup: TrainerSetup) -> Layout:
-        config = self._config
-        # Every rank looks at the folders before any of them waits for another.
-        trust = setup.trust_remote_code
-        folder = open_folder(setup.model_path, head=setup.head, trust_remote_code=trust)
-        copy_folders = {name: open_folder(path, trust_remote_code=trust) for name, path in setup.copies.items()}
-
-        device = torch.device("cpu")
-        if setup.device == "cuda":
-            device = torch.device("cuda", setup.local_rank)
-            torch.cuda.set_device(device)
-        else:
-            keep_freed_memory()
-        sharding = Sharding.of(config, setup.device, setup.world_size)
-        if config.main_params_dtype == "bf16" and sharding.compute != torch.bfloat16:
-            raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs precision = "bfloat16" too.')
-        ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=sharding.sharded)
-        placement = Placement(
-            device=device,
-            mesh=ranks.mesh,
-            compute_dtype=sharding.compute,
-            cpu_offload=sharding.offloaded,
-            true_on_policy=setup.true_on_policy,
-        )
-        layout = Fsdp.layout(config, setup.rank, setup.world_size)
-        torch.manual_seed(setup.seed + layout.dp_rank)
-        model = build_model(folder, config, placement, seed=setup.seed, trained=True)
-        on_base = {
-            name
-            for name, copy in copy_folders.items()
-            if model.adapters is not None and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
-        }
-        chosen = chosen_optimizer(setup)
-        self._trainer = _Trainer(
-            setup=setup,
-            layout=layout,
-            ranks=ranks,
-            placement=placement,
-            folder=folder,
-            model=model,
-            optimizer=make_optimizer(model, chosen, setup.optimizer, config),
-            optimizer_driver=chosen.driver,
-            copies={
-                name: build_model(copy, config, placement, seed=setup.seed, trained=False)
-                for name, copy in copy_folders.items()
-                if name not in on_base
-            },
-            adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
-            refreshed=set(),
-            parking=TrainerParking(device),
-        )
-        return layout
+        self._trainer = make_trainer(self._config, setup)
+        return self._trainer.layout
 
     def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
         trainer = self._ready
@@ -161,7 +75,7 @@ class FsdpBackend(TrainBackend):
         parts: list[tuple[MicroBatch, Outputs]] = []
         with torch.no_grad():
             for whole in micros:
-                micro, plan = self._prepare(whole)
+                micro, plan = prepare(self._ready, self._config, whole)
                 parts.append((micro, model(micro, plan, mode)))
         for shard in model.shards():
             # A forward without a backward leaves the root's weights gathered, to go stale at the next step.
@@ -180,7 +94,7 @@ class FsdpBackend(TrainBackend):
         gradients = GradientSums(parameters)
         for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
-            micro, plan = self._prepare(whole)
+            micro, plan = prepare(self._ready, self._config, whole)
             outputs: Outputs = trainer.model(micro, plan, entropy)
             result = objective(
                 micro,
@@ -223,40 +137,6 @@ class FsdpBackend(TrainBackend):
             group["lr"] = lr
         trainer.optimizer.step()
         trainer.steps_done += 1
-
-    def _prepare(self, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
-        """This rank's part, on the device, with the plan that is made from its offsets on the host."""
-        placement, layout = self._ready.placement, self._ready.layout
-        if self._ready.model.sees_images:
-            micro = replace(micro, position_ids=rope_positions(self._ready.model.model, micro))
-        elif micro.images is not None:
-            raise ModelError(
-                f"{self._ready.folder.path}: backend fsdp knows no images of a {self._ready.folder.config.model_type}."
-            )
-        recurrent = self._ready.model.has_delta_nets
-        shared = share_prompts(micro) if self._config.shares_prompts and not recurrent else None
-        if shared is not None:
-            micro, table = shared
-        elif layout.cp_size > 1:
-            micro = split_micro_batch(micro, layout.cp_rank, layout.cp_size)
-            if micro.images is not None:
-                micro = replace(micro, images=held_images(self._ready.model.model, micro.images))
-            table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
-        else:
-            table = whole_sequences(micro.cu_seqlens)
-        plan = plan_attention(
-            table,
-            device=placement.device,
-            varlen=placement.device.type == "cuda"
-            and placement.compute_dtype == torch.bfloat16
-            and not placement.true_on_policy,
-            group=self._ready.ranks.cp_group,
-            invariant=placement.true_on_policy,
-            long=long_on(placement.device) if self._config.attn_implementation == "packed" else None,
-        )
-        if recurrent:
-            plan = replace(plan, recurrence=plan_recurrence(table.query_lengths, placement.device))
-        return micro.to(placement.device), plan
 
     def _segments(self, micro: MicroBatch) -> Segments:
         group = self._ready.ranks.cp_group

@@ -12,9 +12,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_fsdp.adapters import base_name, is_trained_with_adapters
+from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
-from slime_fsdp.plugin import FsdpConfig
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.wide_weights import wide_weights
 from slime_training.chosen_optimizer import chosen_optimizer

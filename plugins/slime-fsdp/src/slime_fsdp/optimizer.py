@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState
 from slime_core.errors import CheckpointError, ConfigError
-from slime_fsdp.plugin import FsdpConfig, optimizer_problems
+from slime_fsdp.config import FsdpConfig, optimizer_problems
 from slime_training.rounded_adamw import local
 
 

@@ -25,10 +25,11 @@ from slime_core.errors import ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, base_name, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
+from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_nets
 from slime_fsdp.log_probs import log_probs_of
-from slime_fsdp.plugin import WITH_IMAGES, FsdpConfig
+from slime_fsdp.supported_models import WITH_IMAGES
 from slime_fsdp.vision import hidden_states
 from slime_fsdp.wide_weights import wide_weights
 from slime_training.batch_invariant.mode import InvariantKernels

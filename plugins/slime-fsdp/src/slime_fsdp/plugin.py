@@ -1,13 +1,10 @@
-"""What the entry point `fsdp` names: options and layout. Nothing heavy is imported here."""
+"""The driver that the entry point `fsdp` names. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar
 
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
@@ -15,99 +12,8 @@ from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
 from slime_core.contracts.optimizer import OptimizerDriver
-from slime_core.contracts.paths import RunPath
-from slime_core.errors import near_matches
-from slime_fsdp.causal_models import causal_model_types
+from slime_fsdp.config import FsdpConfig, layout_of, optimizer_problems, problems_of, true_on_policy_problems
 from slime_training.chosen_optimizer import chosen_optimizer
-
-StoredDtype = Literal["fp32", "bf16"]
-
-# Keys of a config.json that ask for something the packed forward does not do, each with the values that do not ask.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "attention_chunk_size": (None,),
-    "index_topk": (None,),
-}
-WITH_IMAGES = frozenset({"qwen3_vl"})
-"""Model types whose images the packed forward knows."""
-PACKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-WITH_LINEAR_ATTENTION = frozenset({"qwen3_next"})
-"""Model types whose states are kept apart from sequence to sequence."""
-
-
-class FsdpConfig(DriverConfig):
-    """Options of the FSDP backend."""
-
-    context_parallel_size: int = Field(1, gt=0)
-    """Ranks that share the tokens of each sequence (zigzag); the number of ranks must divide by it."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What forward and backward compute in; weights, gradient sums and optimiser are float32 unless the three options below
-    say otherwise. auto: float32 on the CPU, bfloat16 on GPUs."""
-    main_params_dtype: StoredDtype = "fp32"
-    """What trained weights are kept in. bf16: 2 bytes each in place of 4, rounded stochastically after every step, since
-    most steps of a small learning rate are less than bfloat16 can tell; needs precision bfloat16."""
-    exp_avg_dtype: StoredDtype = "fp32"
-    """What Adam's first moment is kept in."""
-    exp_avg_sq_dtype: StoredDtype = "fp32"
-    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
-    gradient_checkpointing: bool = False
-    """Keep only each layer's input and compute the rest again in the backward: less memory, about a third slower."""
-    fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimiser in host memory between uses. GPUs only."""
-    attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "packed"
-    """packed: ours, no padding and no dense mask. The others are those of transformers; sdpa and eager build a dense
-    mask over the whole micro-batch."""
-    share_prompts: bool | None = None
-    """Compute a prompt once for all its answers that are in a micro-batch, and no token that nothing reads. Log-probs
-    and gradients stay the same up to rounding. By default on; it needs attn_implementation packed and no context
-    parallelism."""
-    linear: Literal["auto", "torch", "onednn"] = "auto"
-    """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
-    fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
-    log_probs_chunk_size: int = Field(0, ge=-1)
-    """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
-    compile: bool = False
-    """torch.compile each layer, and what is done with logits: faster steps after a slow start."""
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more
-    memory."""
-    sync_each_micro_batch: bool | None = None
-    """Reduce gradients after every micro-batch, so that no rank holds whole gradients. Off: once a step, less
-    communication. By default on for GPUs, off on the CPU."""
-    freeze_params_name_list: tuple[str, ...] = ()
-    """Regular expressions: parameters whose Hugging Face name matches one are not trained."""
-    only_train_params_name_list: tuple[str, ...] = ()
-    """Regular expressions: if any is given, only parameters that match one are trained."""
-
-    lora_rank: int = Field(0, ge=0)
-    """Train LoRA adapters of this rank beside the frozen weights; 0: train the weights themselves. Needs
-    slime-fsdp[lora]."""
-    lora_alpha: int | None = Field(None, gt=0)
-    """Adapters count lora_alpha / lora_rank. By default 16."""
-    target_modules: tuple[str, ...] = ()
-    """Linear layers that get adapters, by the ends of their names. By default all in the decoder layers."""
-    lora_adapter_path: RunPath | None = None
-    """Folder of a LoRA adapter in peft's format to go on from; its adapter_config.json says rank, alpha and target
-    modules."""
-
-    @property
-    def trains_adapters(self) -> bool:
-        return self.lora_rank > 0 or self.lora_adapter_path is not None
-
-    @property
-    def rounds_state(self) -> bool:
-        return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
-
-    @property
-    def can_share_prompts(self) -> bool:
-        return self.attn_implementation == "packed" and self.context_parallel_size == 1
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self.can_share_prompts if self.share_prompts is None else self.share_prompts
 
 
 class Fsdp(BackendDriver):
@@ -134,14 +40,7 @@ class Fsdp(BackendDriver):
 
     @classmethod
     def layout(cls, config: FsdpConfig, rank: int, world_size: int) -> Layout:
-        cp_size = config.context_parallel_size
-        return Layout(
-            dp_rank=rank // cp_size,
-            dp_size=world_size // cp_size,
-            cp_rank=rank % cp_size,
-            cp_size=cp_size,
-            reports=True,
-        )
+        return layout_of(config, rank, world_size)
 
     @classmethod
     def memory(cls, config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
@@ -161,18 +60,7 @@ class Fsdp(BackendDriver):
 
     @classmethod
     def true_on_policy_problems(cls, config: FsdpConfig) -> list[str]:
-        problems = []
-        if config.attn_implementation != "packed":
-            problems.append(
-                f'attn_implementation = "{config.attn_implementation}" is not batch-invariant; use "packed"'
-            )
-        if config.linear == "onednn":
-            problems.append('linear = "onednn" is not batch-invariant; use "auto"')
-        if config.compile:
-            problems.append("compile = true fuses operations in its own way; leave it out")
-        if config.trains_adapters:
-            problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
-        return problems
+        return true_on_policy_problems(config)
 
     @classmethod
     def optimizer_problems(cls, config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
@@ -180,109 +68,4 @@ class Fsdp(BackendDriver):
 
     @classmethod
     def problems(cls, config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
-        cp_size = config.context_parallel_size
-        problems = []
-        if world_size % cp_size:
-            problems.append(
-                f"backend.context_parallel_size = {cp_size}: does not divide the {world_size} ranks; "
-                f"give a multiple of {cp_size} ranks or another size."
-            )
-        if cp_size > 1 and config.attn_implementation != "packed":
-            problems.append(
-                f'backend.attn_implementation = "{config.attn_implementation}": context parallelism needs "packed".'
-            )
-        if config.share_prompts and not config.can_share_prompts:
-            problems.append(
-                'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
-            )
-        if config.main_params_dtype == "bf16" and config.precision == "float32":
-            problems.append(
-                'backend.main_params_dtype = "bf16": there is nothing to compute in float32 then; say precision = "bfloat16".'
-            )
-        if config.main_params_dtype == "bf16" and config.trains_adapters:
-            problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
-        if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
-            problems += linear_attention_problems(config)
-        return problems + adapter_problems(config) + architecture_problems(model_config)
-
-
-def linear_attention_problems(config: FsdpConfig) -> list[str]:
-    problems = []
-    if config.attn_implementation != "packed":
-        problems.append(
-            f'backend.attn_implementation = "{config.attn_implementation}": linear attention needs "packed", or states would '
-            "run on from one sequence into the next."
-        )
-    if config.context_parallel_size > 1:
-        problems.append(
-            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not cut over ranks here; "
-            "leave it out, or use backend megatron."
-        )
-    if config.share_prompts:
-        problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
-    return problems
-
-
-def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
-    if not config.rounds_state or optimizer.rounds_state:
-        return []
-    return [
-        f'train.optimizer = "{name}": its weights and its state are float32; leave backend.main_params_dtype, exp_avg_dtype '
-        "and exp_avg_sq_dtype out."
-    ]
-
-
-def adapter_problems(config: FsdpConfig) -> list[str]:
-    told = [name for name in ("lora_alpha", "target_modules") if getattr(config, name)]
-    if not config.trains_adapters:
-        return [f"backend.{name}: without adapters it says nothing; give backend.lora_rank too." for name in told]
-    problems = []
-    if find_spec("peft") is None:
-        asked = f"lora_rank = {config.lora_rank}" if config.lora_rank else "lora_adapter_path"
-        problems.append(f"backend.{asked}: needs peft, which is not installed: pip install slime-fsdp[lora].")
-    if config.lora_adapter_path is not None:
-        problems += [
-            f"backend.{name}: backend.lora_adapter_path says it already; leave one of them out."
-            for name in (["lora_rank"] if config.lora_rank else []) + told
-        ]
-    problems += [
-        f"backend.{name}: with LoRA the adapters are trained and nothing else; choose them by backend.target_modules."
-        for name in ("freeze_params_name_list", "only_train_params_name_list")
-        if getattr(config, name)
-    ]
-    return problems
-
-
-def architecture_problems(model_config: Mapping[str, Any]) -> list[str]:
-    model_type = model_config.get("model_type")
-    if model_type is None:
-        return ["the model's config.json has no model_type."]
-    problems: list[str] = []
-    if "auto_map" not in model_config:
-        causal = causal_model_types()
-        if model_type not in causal and model_type not in WITH_IMAGES:
-            known = sorted(WITH_IMAGES if "vision_config" in model_config else causal)
-            kind = (
-                "backend fsdp trains no such model with images"
-                if "vision_config" in model_config
-                else ("transformers has no causal language model of that name")
-            )
-            close = near_matches(model_type, known) or (sorted(WITH_IMAGES) if "vision_config" in model_config else [])
-            hint = f"; close: {', '.join(close)}" if close else ""
-            problems.append(f'the model\'s config.json says model_type = "{model_type}": {kind}{hint}.')
-    for name, harmless in UNSUPPORTED.items():
-        if (value := model_config.get(name)) not in harmless:
-            problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
-    return problems + layer_problems(model_type, model_config.get("layer_types"))
-
-
-def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:
-    """`kinds`: layer_types of its config, or of what transformers makes of it."""
-    packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
-    unpacked = sorted(set(kinds or ()) - packed)
-    if not unpacked:
-        return []
-    return [
-        f"the model's config.json has layer_types {', '.join(unpacked)}: backend fsdp packs sequences only through "
-        f"{' and '.join(sorted(PACKED_LAYERS))}."
-    ]
+        return problems_of(config, world_size, model_config)

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from slime_fsdp.plugin import FsdpConfig
+from slime_fsdp.config import FsdpConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ what is saved is linear work for (answers - 1) x prompt + answers tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,25 @@ from slime_core.types.microbatch import MicroBatch
 from slime_training.segment_table import Int64, SegmentTable
 
 
-def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
-    """The shorter stream: prompts first, then answers. None where no two neighbouring samples have a prompt in common.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedStream:
+    """Where the shorter stream's tokens come from, and how they attend."""
 
-    `logit_index` of the result may repeat: all answers to a prompt are predicted from its last token. The response
-    axis stays as it is.
-    """
+    source: Int64
+    """Places in the whole stream."""
+    logit_index: Int64
+    """Places in the shorter one. They may repeat: all answers to a prompt are predicted from its last token."""
+    table: SegmentTable
+
+
+def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
+    """The shorter stream: prompts first, then answers. None where no two neighbouring samples have a prompt in common. The
+    response axis stays as it is."""
+    stream = plan_stream(micro)
+    return None if stream is None else (select(micro, stream), stream.table)
+
+
+def plan_stream(micro: MicroBatch) -> SharedStream | None:
     starts = micro.cu_seqlens.numpy().astype(np.int64)[:-1]
     tokens, logit_index = micro.tokens.numpy(), micro.logit_index.numpy()
     answer_lengths = np.bincount(micro.segments.numpy(), minlength=micro.num_samples)
@@ -69,20 +82,24 @@ def share_prompts(micro: MicroBatch) -> tuple[MicroBatch, SegmentTable] | None:
             ]
         ),
     )
-    offsets = np.concatenate([[0], np.cumsum(table.query_lengths)]).astype(np.int32)
-    rows = torch.from_numpy(source)
+    return SharedStream(source=source, logit_index=predicted_at, table=table)
+
+
+def select(micro: MicroBatch, stream: SharedStream) -> MicroBatch:
+    offsets = np.concatenate([[0], np.cumsum(stream.table.query_lengths)]).astype(np.int32)
+    rows = torch.from_numpy(stream.source)
     # index_select: an index in brackets starts all of torch's threads on the host.
     return replace(
         micro,
         tokens=micro.tokens.index_select(0, rows),
         position_ids=micro.position_ids.index_select(-1, rows),
         cu_seqlens=torch.from_numpy(offsets),
-        max_seqlen=int(table.query_lengths.max()),
-        logit_index=torch.from_numpy(predicted_at),
+        max_seqlen=int(stream.table.query_lengths.max()),
+        logit_index=torch.from_numpy(stream.logit_index),
         images=None
         if micro.images is None
         else replace(micro.images, feature_of_token=micro.images.feature_of_token.index_select(0, rows)),
-    ), table
+    )
 
 
 def same_as_before(tokens: Int64, starts: Int64, lengths: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

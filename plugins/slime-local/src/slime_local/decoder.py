@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, SamplingParams
-from slime_core.types.image import Image
+from slime_local.admission import Admission
 from slime_local.kv_store import DecodeView, KvStore, PrefillView
 from slime_local.model import RolloutModel
 from slime_local.pictures import Pictures, prefill_logits
@@ -25,11 +25,9 @@ from slime_local.random_draws import stream_keys
 from slime_local.request_row import RequestRow
 from slime_local.sampler import Special, sample
 from slime_local.slots import DELAY_END, DELTA, END, STOP_SET, Slots
+from slime_local.stop_table import StopTable
 from slime_local.stop_text import StopText
 
-_REFILL_SHARE = 16
-"""Freed rows are refilled when everything that waits fits, or 1/16 of all rows is free: a prefill per finished row
-would cost as much as the decode step beside it."""
 _CPU_ROWS = 1024
 """Rows per forward pass on a CPU: beyond this the activations of a pass outgrow the caches and what the allocator keeps,
 and a pass costs more per token (with 768 rows of 384 float32 and glibc's own thresholds already 4 us more)."""
@@ -42,17 +40,12 @@ class Decoder:
         stop_text: StopText,
         *,
         engine_index: int,
-        max_running: int,
-        max_prefill_tokens: int,
-        kv_cache_bytes: int,
+        admission: Admission,
     ) -> None:
         self._model = model
         self._stop_text = stop_text
         self._engine_index = engine_index
-        self._max_running = max_running
-        self._max_prefill_tokens = max_prefill_tokens
-        self._kv_cache_bytes = kv_cache_bytes
-        self._waiting: deque[RequestRow] = deque()
+        self._admission = admission
         self._rows: list[RequestRow] = []
         self.request_ids: set[str] = set()
         """Of everything that runs or waits."""
@@ -63,25 +56,25 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._rows)
+        return bool(self._admission.waiting or self._rows)
 
     def release(self) -> None:
         """Gives keys, values and all row buffers back."""
         if self.busy:
+            waiting = len(self._admission.waiting)
             raise EngineError(
-                f"engine {self._engine_index}: sleep while {len(self._rows)} requests run and {len(self._waiting)} wait; "
+                f"engine {self._engine_index}: sleep while {len(self._rows)} requests run and {waiting} wait; "
                 "abort them first."
             )
         dtype, device = self._model.network.dtype, self._model.device
         self._slots = Slots(KvStore(self._model.layers, dtype, device), dtype, device)
-        self._stop_sets: dict[frozenset[int], int] = {}
-        self._stop_table = torch.zeros((0, self._model.vocab_size), dtype=torch.bool, device=device)
+        self._stop_table = StopTable(self._model.stop_ids, self._model.vocab_size, device)
 
     def submit(self, rows: Sequence[RequestRow]) -> None:
         """They run in this order, after what waits already. Those with no room for a token are answered at once."""
         for row in rows:
             if row.limit > 0:
-                self._waiting.append(row)
+                self._admission.waiting.append(row)
                 self.request_ids.add(row.request.request_id)
             else:
                 row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
@@ -105,7 +98,7 @@ class Decoder:
                 self._recompute(stale)
                 return
         logits = [self._decode()] if self._rows else []
-        if self._may_admit():
+        if self._admission.may_admit(self._rows, self._slots.store.token_bytes):
             logits.append(self._admit())
         self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
 
@@ -147,7 +140,7 @@ class Decoder:
         end = slots.end - 1
         first = min(self._rows[index].start for index in stale)
         width = end - first
-        chosen = stale[: max(1, self._max_prefill_tokens // width)]
+        chosen = stale[: max(1, self._admission.max_prefill_tokens // width)]
         rows = torch.tensor(chosen, device=slots.device)
         starts = slots.start()[rows]
         before = torch.arange(first, end, device=slots.device) < starts[:, None]
@@ -160,47 +153,13 @@ class Decoder:
 
     # ---------------------------------------------------------------- admission
 
-    def _may_admit(self) -> bool:
-        free = self._max_running - len(self._rows)
-        enough = len(self._waiting) <= free or free * _REFILL_SHARE >= self._max_running
-        return bool(self._waiting) and (not self._rows or (free > 0 and enough and self._fits(self._waiting[0])))
-
-    def _fits(self, row: RequestRow) -> bool:
-        longest = max(other.longest for other in (*self._rows, row))
-        return (len(self._rows) + 1) * longest * self._slots.store.token_bytes <= self._kv_cache_bytes
-
-    def _choose(self) -> tuple[list[RequestRow], list[RequestRow], list[int]]:
-        """Rows from the head of the queue, the first with each distinct prompt, and which row has which."""
-        token_bytes = self._slots.store.token_bytes
-        longest = max((row.longest for row in self._rows), default=0)
-        widest = 0
-        chosen: list[RequestRow] = []
-        distinct: dict[tuple[bytes, tuple[Image, ...]], int] = {}
-        first: list[RequestRow] = []
-        source: list[int] = []
-        for row in islice(self._waiting, self._max_running - len(self._rows)):
-            prompt = (np.asarray(row.request.token_ids, np.int32).tobytes(), row.request.images)
-            longest = max(longest, row.longest)
-            widest = max(widest, row.prompt_length)
-            prompts = len(distinct) + (prompt not in distinct)
-            memory = (len(self._rows) + len(chosen) + 1) * longest * token_bytes
-            if chosen and (prompts * widest > self._max_prefill_tokens or memory > self._kv_cache_bytes):
-                break
-            row.shared_tokens = row.prompt_length if prompt in distinct else 0
-            if prompt not in distinct:
-                first.append(row)
-            source.append(distinct.setdefault(prompt, len(distinct)))
-            chosen.append(row)
-        return chosen, first, source
-
     def _admit(self) -> Tensor:
         """Logits of the prompts' last tokens, (new rows, V). Equal prompts are computed once."""
         slots = self._slots
         if not self._rows:
-            self._stop_sets.clear()
-        chosen, distinct, source = self._choose()
-        for _ in chosen:
-            self._waiting.popleft()
+            self._stop_table.clear()
+        admitted = self._admission.take(self._rows, slots.store.token_bytes)
+        chosen, distinct, source = admitted.rows, admitted.distinct, admitted.source
         widest = max(row.prompt_length for row in chosen)
         prompts = np.zeros((len(distinct), widest), np.int64)
         lengths = np.empty(len(distinct), np.int64)
@@ -237,18 +196,8 @@ class Decoder:
         end = row.answer_start
         delta = 0 if row.pictures is None else row.pictures.delta
         # START, END, DELAY_END, STOP_SET, TOP_K, KEY, DELTA; KEY is filled in by the slots.
-        return [row.start, end + row.limit, end + params.min_new_tokens, self._stop_set(params), top_k, 0, delta]
-
-    def _stop_set(self, params: SamplingParams) -> int:
-        """The row of the stop table with the model's stop tokens and this request's."""
-        ids = self._model.stop_ids.union(params.stop_token_ids)
-        known = self._stop_sets.get(ids)
-        if known is not None:
-            return known
-        row = torch.zeros((1, self._model.vocab_size), dtype=torch.bool, device=self._slots.device)
-        row[0, list(ids)] = True
-        self._stop_table = torch.cat([self._stop_table[: len(self._stop_sets)], row])
-        return self._stop_sets.setdefault(ids, len(self._stop_sets))
+        line = self._stop_table.line_of(params.stop_token_ids)
+        return [row.start, end + row.limit, end + params.min_new_tokens, line, top_k, 0, delta]
 
     # ---------------------------------------------------------------- sampling and finishing
 
@@ -257,7 +206,7 @@ class Decoder:
         stop_set = slots.integer(STOP_SET)
         barred = None
         if special.delayed:
-            barred = self._stop_table[stop_set] & (slots.end < slots.integer(DELAY_END))[:, None]
+            barred = self._stop_table.stop_tokens(stop_set) & (slots.end < slots.integer(DELAY_END))[:, None]
         seen = slots.seen(self._model.vocab_size) if special.penalised else None
         tokens, log_probs = sample(
             logits, slots.draw(), special, seen_NV=seen, barred_NV=barred, log_softmax=self._model.log_softmax
@@ -265,39 +214,16 @@ class Decoder:
         slots.append(tokens, log_probs)
 
         # The one transfer to the host per step: 1 = length reached, 2 = stop token.
-        stopped = self._stop_table.view(-1)[stop_set * self._model.vocab_size + tokens]
+        stopped = self._stop_table.stops(stop_set, tokens)
         ended = (slots.integer(END) == slots.end).to(torch.uint8) + stopped.to(torch.uint8) * 2
         codes = ended.cpu().numpy()
         reasons = {
             int(index): FinishReason.STOP if codes[index] > 1 else FinishReason.LENGTH
             for index in np.flatnonzero(codes)
         }
-        for index in self._stopped_by_text():
-            reasons[index] = FinishReason.STOP
+        if special.stop_text:
+            reasons |= dict.fromkeys(self._stop_text.ended_rows(self._rows, slots), FinishReason.STOP)
         self._finish(reasons)
-
-    def _stopped_by_text(self) -> list[int]:
-        slots = self._slots
-        if not self._special.stop_text:
-            return []
-        asking = [
-            index
-            for index, row in enumerate(self._rows)
-            if row.request.sampling.stop and slots.end - row.answer_start >= max(1, row.request.sampling.min_new_tokens)
-        ]
-        if not asking:
-            return []
-        tails = [
-            min(self._stop_text.tail_length(self._rows[i].request.sampling), slots.end - self._rows[i].answer_start)
-            for i in asking
-        ]
-        first = slots.end - max(tails)
-        tokens = slots.tokens(torch.tensor(asking, device=slots.device), first, slots.end).cpu().numpy()
-        return [
-            index
-            for index, row_tokens, tail in zip(asking, tokens, tails, strict=True)
-            if self._stop_text.found(row_tokens[-tail:], self._rows[index].request.sampling)
-        ]
 
     def _finish(self, reasons: dict[int, FinishReason]) -> None:
         if not reasons:
@@ -328,19 +254,19 @@ class Decoder:
     @torch.inference_mode()
     def end(self, chosen: Callable[[RequestRow], bool]) -> None:
         """Ends the chosen requests with the tokens they have and finish reason abort."""
-        kept = deque(row for row in self._waiting if not chosen(row))
-        for row in self._waiting:
+        kept = deque(row for row in self._admission.waiting if not chosen(row))
+        for row in self._admission.waiting:
             if chosen(row):
                 self.request_ids.discard(row.request.request_id)
                 row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.ABORT, self._engine_index)
-        self._waiting = kept
+        self._admission.waiting = kept
         self._finish({index: FinishReason.ABORT for index, row in enumerate(self._rows) if chosen(row)})
 
     def fail(self, error: EngineError) -> None:
         """Fails every call that still waits."""
-        for row in (*self._rows, *self._waiting):
+        for row in (*self._rows, *self._admission.waiting):
             row.ticket.fail(error)
-        self._waiting.clear()
+        self._admission.waiting.clear()
 
 
 def _reals(params: SamplingParams) -> list[float]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_core.contracts.transport import EngineLink, TrainerLink, WeightTransport
 from slime_core.errors import EngineError
 from slime_core.types.report import PublishReport
-
-if TYPE_CHECKING:
-    from slime_local.plugin import DirectConfig
+from slime_local.config import DirectConfig
 
 
 class DirectTransport(WeightTransport):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +13,22 @@ import torch
 
 from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
 from slime_core.contracts.setup import EngineSetup
-from slime_core.errors import EngineError, EngineRefused
+from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.image import Image
 from slime_core.types.schedule import EngineEvent
 from slime_core.types.weights import Bucket
+from slime_local.admission import Admission
+from slime_local.config import CAPABILITIES, LocalConfig
 from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel, load_model
 from slime_local.pictures import Pictures, pictures_of
+from slime_local.request_checks import check_requests
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.schedule import Gate
 from slime_local.stop_text import StopText
 from slime_local.threads import choose_threads, use_threads
 from slime_local.weights import WeightLoader
-
-if TYPE_CHECKING:
-    from slime_local.plugin import LocalConfig
 
 
 class LocalEngine(RolloutEngine):
@@ -71,9 +69,11 @@ class LocalEngine(RolloutEngine):
             self._model,
             self._stop_text,
             engine_index=setup.index,
-            max_running=min(self._config.max_running, setup.max_batch),
-            max_prefill_tokens=self._config.max_prefill_tokens,
-            kv_cache_bytes=self._config.kv_cache_bytes,
+            admission=Admission(
+                max_running=min(self._config.max_running, setup.max_batch),
+                max_prefill_tokens=self._config.max_prefill_tokens,
+                kv_cache_bytes=self._config.kv_cache_bytes,
+            ),
         )
         self._gate = Gate(self._decoder, records=setup.records)
         self._loader = WeightLoader(self._model.network, setup.index)
@@ -81,19 +81,12 @@ class LocalEngine(RolloutEngine):
         self._setup = setup
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
-        capabilities = {
-            Capability.DETERMINISTIC,
-            Capability.VERSION_SPANS,
-            Capability.SLEEP,
-            Capability.SCORES,
-            Capability.REPLAY,
-            Capability.REPETITION_PENALTY,
-        }
+        capabilities = CAPABILITIES
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
         if self._model.images is not None:
             capabilities |= {Capability.IMAGES, Capability.VIDEOS}
-        return EngineInfo(capabilities=frozenset(capabilities))
+        return EngineInfo(capabilities=capabilities)
 
     # ---------------------------------------------------------------- the decode task
 
@@ -160,7 +153,7 @@ class LocalEngine(RolloutEngine):
         setup = self._ready()
         if self._absent:
             raise EngineError(f"{self._name}: generate while asleep; call wake first.")
-        self._check(requests)
+        check_requests(requests, self._name, self._model, self._stop_text, self._decoder.request_ids)
         rows = []
         for place, request in enumerate(requests):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
@@ -183,33 +176,6 @@ class LocalEngine(RolloutEngine):
         if found is None:
             found = self._pictures[key] = pictures_of(self._model.network, self._model.images, request)
         return found
-
-    def _check(self, requests: Sequence[GenerateRequest]) -> None:
-        for params in {request.sampling for request in requests}:
-            problem = params.problem(self._model.vocab_size)
-            if problem:
-                raise EngineRefused(f"{self._name}: {problem}.")
-            if params.stop:
-                self._stop_text.prepare()
-        counts = Counter(request.request_id for request in requests)
-        twice = [name for name, count in counts.items() if count > 1 or name in self._decoder.request_ids]
-        if twice:
-            raise EngineRefused(
-                f"{self._name}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
-            )
-        tokens = np.concatenate([request.token_ids for request in requests])
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self._model.vocab_size):
-            raise EngineRefused(
-                f"{self._name}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
-                f"{self._model.vocab_size}. Prompt and engine must use one tokenizer."
-            )
-        if self._model.images is None and (seeing := [r.request_id for r in requests if r.images]):
-            raise EngineRefused(
-                f"{self._name}: request {seeing[0]} has images, and {type(self._model.network).__name__} takes none."
-            )
-        empty = [request.request_id for request in requests if not len(request.token_ids)]
-        if empty:
-            raise EngineRefused(f"{self._name}: request {empty[0]} has no tokens; a prompt needs at least one.")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ids that are not running are ignored: they may just have ended."""

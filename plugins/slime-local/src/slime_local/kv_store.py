@@ -7,6 +7,7 @@ so that a decode step writes one column and reads one window, whatever the lengt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class KvStore:
         self.keys = [self._empty(0, layer.heads, 0, layer.key_size) for layer in layers]
         self.values = [self._empty(0, layer.heads, 0, layer.value_size) for layer in layers]
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes per row and column, over all layers."""
         return sum(heads * (key + value) for heads, key, value in self._layers) * self._dtype.itemsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime_core.contracts.memory import EngineLoad, EngineMemory, MemoryLine, Moment, TransportMemory
 from slime_core.data.model_folder import read_model_config
-from slime_local.plugin import DirectConfig, LocalConfig
+from slime_local.config import DirectConfig, LocalConfig
 from slime_training.footprint import kv_bytes_per_token, num_parameters
 
 SERVING = frozenset({Moment.ROLLOUT})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import ModelError
 from slime_local.attention import INVARIANT, NAME
+from slime_local.config import LocalConfig
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
 from slime_models.image_processor import ImageProcessor
@@ -24,9 +25,6 @@ from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
 from slime_training.onednn import onednn_available, use_onednn
-
-if TYPE_CHECKING:
-    from slime_local.plugin import LocalConfig
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 

@@ -32,19 +32,24 @@ from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
 from slime_megatron.clipping import clip, is_finite_step
+from slime_megatron.config import MegatronOptions
 from slime_megatron.copies import put
 from slime_megatron.expert_counts import biases_of
 from slime_megatron.optimizer import set_step
-from slime_megatron.plugin import MegatronOptions
 from slime_megatron.prediction import bring_embedding, drop_embedding
+from slime_megatron.preparation import prepare
 from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
-from slime_megatron.work import Work, prepared
+from slime_megatron.work import Work
 from slime_training.context_parallel import ZigzagSegments
 from slime_training.head import EntropyMode
 from slime_training.process_group import group_for_saving
 from slime_training.segments import LocalSegments
+
+LossFn = Callable[[Work, Any], tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]]
+"""Of a micro-batch and what the last stage gave for it: the loss times the step's tokens, its own number of tokens, and what
+is reported."""
 
 
 class MegatronBackend(TrainBackend):
@@ -76,7 +81,7 @@ class MegatronBackend(TrainBackend):
         if routing is not None:
             routing.begin_scores()
         works = [
-            prepared(trainer, micro, entropy, None if routing is None or routing.records else routing)
+            prepare(trainer, micro, entropy, None if routing is None or routing.records else routing)
             for micro in micros
         ]
 
@@ -128,47 +133,25 @@ class MegatronBackend(TrainBackend):
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
         trainer = self._ready
-        device = trainer.placement.device
         entropy: EntropyMode = "none"
         if objective.wants_entropy or objective.entropy_has_gradient:
             entropy = "gradient" if objective.entropy_has_gradient else "metric"
-        works = [prepared(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
+        works = [prepare(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
         # Losses are divided by the step's tokens, so that auxiliary ones of Megatron's own become means over them: the
         # objective, which already is a sum over its own denominator, is multiplied by them.
         tokens = self._over_ranks([work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
-        targets = self._targets_ahead(works)
-
-        def finish(
-            work: Work, output: Tensor | tuple[Tensor, Tensor]
-        ) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
-            scored, ahead = output if isinstance(output, tuple) else (output, None)
-            result = objective(
-                work.micro, segments=self._segments(work.micro), **columns_of(trainer.setup.head, scored)
-            )
-            count = work.num_tokens.to(torch.int)
-            loss, sums = result.loss, result.sums
-            if ahead is not None:
-                means = ahead / targets
-                loss = loss + self._config.mtp_loss_scaling_factor * means.mean()
-                sums = {**sums, **metrics_ahead(means.detach())}
-            return loss * tokens, count, (loss.detach(), sums)
-
+        loss_fn = self._loss_fn(objective, tokens, self._targets_ahead(works))
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
         if trainer.num_ahead:
             bring_embedding(trainer.bare)
         biases = biases_of(trainer.tensors)
-        found = self._run(works, finish, forward_only=False)
+        found = self._run(works, loss_fn, forward_only=False)
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
-        loss = torch.zeros((), device=device)
-        sums: dict[str, Tensor] = {}
-        for part, of_micro in found:
-            loss = loss + part
-            for name, value in of_micro.items():
-                sums[name] = sums[name] + value if name in sums else value
+        loss, sums = reduce_metrics(found, trainer.placement.device)
         set_step(trainer.schedule, trainer.steps_done)
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
@@ -186,6 +169,25 @@ class MegatronBackend(TrainBackend):
             skipped=not finite,
             seconds=time.perf_counter() - started,
         )
+
+    def _loss_fn(self, objective: Objective, tokens: float, targets: Tensor) -> LossFn:
+        """`tokens` of the step on all ranks; `targets` (K,) of each layer of multi-token prediction."""
+        head, factor = self._ready.setup.head, self._config.mtp_loss_scaling_factor
+
+        def loss_fn(
+            work: Work, output: Tensor | tuple[Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
+            scored, ahead = output if isinstance(output, tuple) else (output, None)
+            result = objective(work.micro, segments=self._segments(work.micro), **columns_of(head, scored))
+            count = work.num_tokens.to(torch.int)
+            loss, sums = result.loss, result.sums
+            if ahead is not None:
+                means = ahead / targets
+                loss = loss + factor * means.mean()
+                sums = {**sums, **metrics_ahead(means.detach())}
+            return loss * tokens, count, (loss.detach(), sums)
+
+        return loss_fn
 
     def _over_ranks(self, counts: Sequence[Tensor]) -> float:
         """Their sum over the ranks of all micro-batches."""
@@ -292,6 +294,19 @@ class MegatronBackend(TrainBackend):
         if self._trainer is not None:
             self._trainer.ranks.leave()
             self._trainer = None
+
+
+def reduce_metrics(
+    found: Sequence[tuple[Tensor, Mapping[str, Tensor]]], device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums over micro-batches: of the loss, and of each metric by its name."""
+    loss = torch.zeros((), device=device)
+    sums: dict[str, Tensor] = {}
+    for part, of_micro in found:
+        loss = loss + part
+        for name, value in of_micro.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return loss, sums
 
 
 def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:

@@ -23,11 +23,11 @@ from torch import nn
 
 from slime_core.errors import ConfigError, ModelError
 from slime_megatron.bridges.bridge import Architecture
+from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.experts import STACKED, can_be_grouped, expert_name
 from slime_megatron.layout import Shape
 from slime_megatron.model import PackedGpt
 from slime_megatron.options import DATA_PARALLEL, MODEL
-from slime_megatron.plugin import MegatronOptions, megatron_options
 
 
 @dataclass(frozen=True, kw_only=True)

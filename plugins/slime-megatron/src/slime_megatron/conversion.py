@@ -43,11 +43,11 @@ from slime_core.errors import CheckpointError, ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
 from slime_megatron.chunks import Placement, build_chunks, make_config
+from slime_megatron.config import MegatronConfig
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, listed, open_folder
 from slime_megatron.layout import Shape
 from slime_megatron.model import PackedGpt
-from slime_megatron.plugin import Megatron
 from slime_megatron.transformer_engine import mend_absence
 
 OUTER: Final = "outer"
@@ -84,7 +84,7 @@ class WholeModel:
         architecture = folder.bridge.architecture()
         placement = Placement(device=torch.device("meta"), dtype=folder.dtype)
         # Experts by themselves, under the names that bridges have for them; in the files they are the same either way.
-        options: Any = Megatron.Config(mtp_num_layers=num_ahead, moe_grouped_gemm=False)
+        options = MegatronConfig(mtp_num_layers=num_ahead, moe_grouped_gemm=False)
         config = make_config(architecture, options, Shape(), placement)
         with torch.device("meta"):
             (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")

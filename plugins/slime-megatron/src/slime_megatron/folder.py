@@ -19,8 +19,7 @@ from slime_core.data.model_folder import check_weights
 from slime_core.data.weight_files import dtypes_in, file_of, shapes_in
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import Bridge
-from slime_megatron.bridges.plugin import Family
-from slime_megatron.plugin import BRIDGES, family_problems
+from slime_megatron.bridges.family import BRIDGES, Family, family_problems
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -38,59 +38,91 @@ def experts_of(model: Mapping[str, Any]) -> int | None:
 
 def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> list[str]:
     """Everything that does not divide, with the nearest values that do."""
-    problems: list[str] = []
+    return [
+        *tensor_problems(shape, model),
+        *delta_problems(shape, model.get("linear_num_key_heads")),
+        *pipeline_problems(shape, model.get("num_hidden_layers")),
+        *expert_problems(shape, model),
+        *sequence_problems(shape, model),
+        *rank_problems(shape, world_size),
+    ]
 
-    def must_divide(option: str, size: int, what: str, count: int | None) -> None:
-        if count and count % size:
-            problems.append(
-                f"backend.{option} = {size}: does not divide the model's {count} {what}; the nearest that do: "
-                f"{nearest(size, divisors(count))}."
-            )
 
-    heads = model.get("num_attention_heads")
-    must_divide("tensor_model_parallel_size", shape.tp, "attention heads", heads)
+def division_problems(option: str, size: int, what: str, count: int | None) -> list[str]:
+    if not count or not count % size:
+        return []
+    return [
+        f"backend.{option} = {size}: does not divide the model's {count} {what}; the nearest that do: "
+        f"{nearest(size, divisors(count))}."
+    ]
+
+
+def tensor_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
+    option, heads = "tensor_model_parallel_size", model.get("num_attention_heads")
+    problems = division_problems(option, shape.tp, "attention heads", heads)
     groups = model.get("num_key_value_heads")
     if groups and "kv_lora_rank" not in model and groups % shape.tp and shape.tp % groups:
         fits = [size for size in divisors(heads or groups) if not groups % size or not size % groups]
         problems.append(
-            f"backend.tensor_model_parallel_size = {shape.tp}: ranks share the model's {groups} key-value heads, or heads "
+            f"backend.{option} = {shape.tp}: ranks share the model's {groups} key-value heads, or heads "
             f"ranks; neither number divides the other; the nearest that do: {nearest(shape.tp, fits)}."
         )
-    must_divide("tensor_model_parallel_size", shape.tp, "hidden features", model.get("hidden_size"))
-    must_divide("tensor_model_parallel_size", shape.tp, "MLP features", model.get("intermediate_size"))
-    must_divide("tensor_model_parallel_size", shape.tp, "features of latent queries", model.get("q_lora_rank"))
-    delta_heads = model.get("linear_num_key_heads")
-    if delta_heads and shape.cp > 1 and delta_heads % (shape.tp * shape.cp):
-        problems.append(
-            f"backend.tensor_model_parallel_size x context_parallel_size = {shape.tp * shape.cp}: ranks share the model's "
-            f"{delta_heads} key heads of linear attention; the nearest that do: "
-            f"{nearest(shape.tp * shape.cp, divisors(delta_heads))}."
-        )
-    else:
-        must_divide("tensor_model_parallel_size", shape.tp, "key heads of linear attention", delta_heads)
-    problems += stage_problems(shape.stages, shape.pp, shape.vpp, model.get("num_hidden_layers"))
-    if shape.vpp > 1 and shape.pp == 1:
-        problems.append(
-            f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2."
-        )
+    return [
+        *problems,
+        *division_problems(option, shape.tp, "hidden features", model.get("hidden_size")),
+        *division_problems(option, shape.tp, "MLP features", model.get("intermediate_size")),
+        *division_problems(option, shape.tp, "features of latent queries", model.get("q_lora_rank")),
+    ]
+
+
+def delta_problems(shape: Shape, heads: int | None) -> list[str]:
+    """`heads`: key heads of linear attention; None: the model has none."""
+    if not heads or shape.cp == 1 or not heads % (shape.tp * shape.cp):
+        return division_problems("tensor_model_parallel_size", shape.tp, "key heads of linear attention", heads)
+    return [
+        f"backend.tensor_model_parallel_size x context_parallel_size = {shape.tp * shape.cp}: ranks share the model's "
+        f"{heads} key heads of linear attention; the nearest that do: {nearest(shape.tp * shape.cp, divisors(heads))}."
+    ]
+
+
+def pipeline_problems(shape: Shape, num_layers: int | None) -> list[str]:
+    problems = stage_problems(shape.stages, shape.pp, shape.vpp, num_layers)
+    if shape.vpp == 1 or shape.pp > 1:
+        return problems
+    return [
+        *problems,
+        f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2.",
+    ]
+
+
+def expert_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
     experts = experts_of(model)
-    if shape.ep > 1 and not experts:
-        problems.append(f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out.")
     if experts:
-        must_divide("expert_model_parallel_size", shape.ep, "experts", experts)
-        must_divide(
-            "expert_tensor_parallel_size", shape.etp, "features of an expert", model.get("moe_intermediate_size")
-        )
-        if shape.tp > 1 and not shape.sequence_parallel:
-            problems.append(
-                f"backend.tensor_model_parallel_size = {shape.tp}: with experts Megatron wants sequence_parallel = true too."
-            )
-    elif "kv_lora_rank" in model and shape.tp > 1 and not shape.sequence_parallel:
-        problems.append(
-            f"backend.tensor_model_parallel_size = {shape.tp}: latent attention wants sequence_parallel = true too."
-        )
+        width = model.get("moe_intermediate_size")
+        return [
+            *division_problems("expert_model_parallel_size", shape.ep, "experts", experts),
+            *division_problems("expert_tensor_parallel_size", shape.etp, "features of an expert", width),
+        ]
+    if shape.ep > 1:
+        return [f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out."]
+    return []
+
+
+def sequence_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
     if shape.sequence_parallel and shape.tp == 1:
-        problems.append("backend.sequence_parallel = true: needs a tensor_model_parallel_size of at least 2.")
+        return ["backend.sequence_parallel = true: needs a tensor_model_parallel_size of at least 2."]
+    if shape.sequence_parallel or shape.tp == 1:
+        return []
+    given = f"backend.tensor_model_parallel_size = {shape.tp}"
+    if experts_of(model):
+        return [f"{given}: with experts Megatron wants sequence_parallel = true too."]
+    if "kv_lora_rank" in model:
+        return [f"{given}: latent attention wants sequence_parallel = true too."]
+    return []
+
+
+def rank_problems(shape: Shape, world_size: int) -> list[str]:
+    problems: list[str] = []
     dense = shape.tp * shape.pp * shape.cp
     if world_size % dense:
         problems.append(

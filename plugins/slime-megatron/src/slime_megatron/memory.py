@@ -22,11 +22,11 @@ from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, 
 from slime_core.errors import ConfigError
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, dtype_of, make_config
+from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.native_optimizer import native_name
 from slime_megatron.options import RECORDS, megatron_folder
-from slime_megatron.plugin import MegatronOptions, megatron_options
 from slime_megatron.process import lay_out
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.transformer_engine import mend_absence

@@ -15,10 +15,10 @@ from torch import nn
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
 from slime_megatron.chunks import Placement
+from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.cpu import float_types_of_cuda
 from slime_megatron.offload import as_plain_adamw, require_offload
 from slime_megatron.options import OPTIMIZER
-from slime_megatron.plugin import MegatronOptions, megatron_options
 from slime_training.rounded_adamw import STORED, RoundedAdamW
 
 

@@ -24,13 +24,13 @@ from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError, ModelError
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, check_copy, dtype_of, make_config, wrap
+from slime_megatron.config import MegatronOptions, layout_of, megatron_options
 from slime_megatron.copies import Copies
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.native_optimizer import native_name
 from slime_megatron.optimizer import make_optimizer, make_schedule
 from slime_megatron.options import RECORDS, megatron_folder
-from slime_megatron.plugin import Megatron, MegatronOptions, megatron_options
 from slime_megatron.process import Ranks, join
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.residency import Residency
@@ -85,7 +85,7 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
         check_copy(name, architecture, copy.bridge.architecture())
     placement = placement_of(options, setup)
     ranks = join(setup, shape)
-    layout = Megatron.layout(options, setup.rank, setup.world_size)
+    layout = layout_of(options, setup.rank, setup.world_size)
     torch.manual_seed(setup.seed + layout.dp_rank)
     if setup.device == "cuda":
         model_parallel_cuda_manual_seed(setup.seed)

@@ -1,38 +1,17 @@
-"""What the entry points name: formats of quantised weights. Nothing heavy is imported here."""
+"""Drivers of the quantising converters, which the entry points name. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.converter import ConverterDriver
 from slime_core.contracts.driver import DriverConfig
+from slime_quantize.config import Fp8Config, Int4Config
 
 if TYPE_CHECKING:
     from slime_core.contracts.converter import Converter, TensorFormat
-
-KEPT = (r"^lm_head$", r"(^|\.)embed_tokens$", r"\.gate$", r"shared_expert_gate$", r"\.eh_proj$", r"shared_head")
-"""Head, embedding, routers and what belongs to multi-token prediction's own input and head."""
-
-
-class QuantizeConfig(DriverConfig):
-    ignore: tuple[str, ...] = KEPT
-    """Regular expressions: linear layers whose name has a match keep their weights as they are."""
-
-
-class Fp8Config(QuantizeConfig):
-    strategy: Literal["block", "channel", "tensor"] = "block"
-    """What shares a scale: a block of `block_size` squared (DeepSeek's layout), an output channel, or the whole matrix."""
-    block_size: int = Field(128, gt=0)
-    """Of the strategy `block`."""
-
-
-class Int4Config(QuantizeConfig):
-    group_size: int = Field(128, gt=0)
-    """Neighbouring inputs of one output channel that share a scale."""
 
 
 class Fp8(ConverterDriver):
@@ -41,7 +20,7 @@ class Fp8(ConverterDriver):
     Config: ClassVar[type[DriverConfig]] = Fp8Config
 
     @classmethod
-    def build(cls, config: Any) -> Converter:
+    def build(cls, config: Fp8Config) -> Converter:
         from slime_quantize.folder import QuantizeFolder
         from slime_quantize.schemes import fp8
 
@@ -65,7 +44,7 @@ class Int4(ConverterDriver):
     Config: ClassVar[type[DriverConfig]] = Int4Config
 
     @classmethod
-    def build(cls, config: Any) -> Converter:
+    def build(cls, config: Int4Config) -> Converter:
         from slime_quantize.folder import QuantizeFolder
         from slime_quantize.schemes import int4
 

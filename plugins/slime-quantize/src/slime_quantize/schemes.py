@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime_core.errors import ModelError
 from slime_quantize.blocks import BlockScheme
-from slime_quantize.plugin import Fp8Config, Int4Config
+from slime_quantize.config import Fp8Config, Int4Config
 from slime_quantize.scheme import Scheme
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from slime_router.segment import Exact
 from slime_router.server.json_answer import json_answer, json_error
 from slime_router.server.session_key import SESSION_KEY
 
-if TYPE_CHECKING:
-    from slime_router.radix_cache import ExactTokens
+
+class Retriever(Protocol):
+    """Knows the exact tokens of conversations."""
+
+    async def retrieve(self, text: str, session_id: str | None = None) -> Exact: ...
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
@@ -22,7 +26,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-def retrieval(cache: ExactTokens) -> Route:
+def retrieval(cache: Retriever) -> Route:
     async def retrieve_from_text(request: Request) -> Response:
         try:
             asked = msgspec.json.decode(await request.body(), type=Asked)

@@ -14,7 +14,7 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +59,10 @@ class SharedBytes:
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    def mapped(self, size: int) -> Callable[[], Any]:
+        """Maps `size` bytes as a tensor, in the process that calls it."""
+        return functools.partial(torch.from_file, self.path, shared=True, size=size, dtype=torch.uint8)
+
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -74,25 +78,39 @@ def payload(bucket: Bucket, *, shared: bool) -> Iterator[str]:
     for name, dtype, shape, (start, end) in zip(bucket.names, bucket.dtypes, bucket.shapes, places, strict=True):
         data[start:end] = bucket.data[offset : offset + end - start]
         offset += end - start
-        metadata.append(
-            types.SimpleNamespace(
-                name=name,
-                shape=tuple(shape),
-                dtype=getattr(torch, dtype),
-                start_idx=start,
-                end_idx=end,
-                numel=end - start,
-            )
-        )
+        metadata.append(tensor_metadata(name, getattr(torch, dtype), tuple(shape), start, end))
     with contextlib.ExitStack() as stack:
         if shared:
             memory = SharedBytes(data.data)
             stack.callback(memory.close)
-            flat = functools.partial(torch.from_file, memory.path, shared=True, size=size, dtype=torch.uint8)
+            yield serialized(memory.mapped(size), metadata)
         else:
-            flat = functools.partial(torch.frombuffer, bytearray(data.data), dtype=torch.uint8)
-        pickled = pickle.dumps({"flattened_tensor": Call(flat), "metadata": metadata})
-        yield base64.b64encode(pickled).decode()
+            yield serialized(functools.partial(torch.frombuffer, bytearray(data.data), dtype=torch.uint8), metadata)
+
+
+def tensor_metadata(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int
+) -> types.SimpleNamespace:
+    """As `FlattenedTensorMetadata` of SGLang; `start` and `end` in bytes."""
+    return types.SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
+
+
+def serialized(flat: Callable[[], Any], metadata: list[types.SimpleNamespace]) -> str:
+    """`flat`: makes the buffer (bytes,) on the server, by functions that may be unpickled there."""
+    return base64.b64encode(pickle.dumps({"flattened_tensor": Call(flat), "metadata": metadata})).decode()
+
+
+def update_body(payloads: Sequence[str], *, version: int, last: bool, other_draft: bool) -> dict[str, Any]:
+    """For /update_weights_from_tensor. `payloads`: for each rank of the server. `last`: the version is whole with it.
+    `other_draft`: the draft of speculative decoding has weights of its own."""
+    body: dict[str, Any] = {
+        "serialized_named_tensors": payloads,
+        "load_format": "flattened_bucket",
+        # With waiting requests SGLang would die of it.
+        "flush_cache": False,
+        "disable_draft_model": other_draft,
+    }
+    return body | {"weight_version": str(version)} if last else body
 
 
 def layout(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import orjson
@@ -57,6 +57,13 @@ def new_pool() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
 
+class Answer(NamedTuple):
+    content: bytes
+    status: int
+    code: str | None
+    """Of sglang-router, where it has an error of its own."""
+
+
 class Connection:
     """One address. `name` begins every error: `engine 0 (http://127.0.0.1:4711)`."""
 
@@ -90,31 +97,25 @@ class Connection:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Once more after a ConnectionLost, but for /generate: that has an id, which the server may know already."""
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        sent = self._headers if headers is None else {**self._headers, **headers}
         try:
-            return await self._ask(method, path, body, timeout_s=timeout_s, headers=headers)
+            answer = await self._send(method, path, data, sent, timeout_s)
         except ConnectionLost:
             if path == GENERATE:
                 raise
-            return await self._ask(method, path, body, timeout_s=timeout_s, headers=headers)
+            answer = await self._send(method, path, data, sent, timeout_s)
+        return self._read(method, path, answer)
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        sent = self._headers if headers is None else {**self._headers, **headers}
+    async def _send(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._pool.request(
-                method, self.address + path, data=data, headers=sent, timeout=timeout
+                method, self.address + path, data=data, headers=headers, timeout=timeout
             ) as answer:
-                content = await answer.read()
-                status, code = answer.status, answer.headers.get("x-smg-error-code")
+                return Answer(await answer.read(), answer.status, answer.headers.get("x-smg-error-code"))
         except TimeoutError as error:
             raise NoAnswer(f"{self.name}: {method} {path} has not been answered in {timeout_s:g} s.") from error
         except aiohttp.ClientConnectorError as error:
@@ -125,12 +126,15 @@ class Connection:
             # A pool that was closed under a request raises RuntimeError.
             said = str(error) or type(error).__name__
             raise NoAnswer(f"{self.name}: {method} {path} failed: {said}.") from error
+
+    def _read(self, method: str, path: str, answer: Answer) -> Any:
+        content, status = answer.content, answer.status
         if status in NO_TOKEN:
             raise EngineError(
                 f"{self.name}: {method} {path}: the server refuses the token (status {status}). For external servers, "
                 "engine.external_engine_token_file must hold their --api-key."
             )
-        if status in UNAVAILABLE or code == NOT_PASSED_ON:
+        if status in UNAVAILABLE or answer.code == NOT_PASSED_ON:
             raise EngineUnavailable(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
         if path == GENERATE and 400 <= status < 500 and status not in NO_ROUTE:
             raise EngineRefused(f"{self.name}: it refuses a request (status {status}): {reason_in(content)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,22 +15,16 @@ from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
-from slime_sglang.buckets import BucketOrder
-from slime_sglang.connection import Connection, ConnectionLost
+from slime_sglang.config import SglangOptions
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.fleet import Fleet
-from slime_sglang.generation import RequestIds
 from slime_sglang.held_weights import HeldWeights
-from slime_sglang.image_data import ImageTokens
 from slime_sglang.in_flight import RequestsInFlight
-from slime_sglang.plugin import problem_of_experts
-from slime_sglang.request_check import RequestCheck, vocab_size_of
-from slime_sglang.scoring import score_body, scored
+from slime_sglang.option_checks import problem_of_experts
+from slime_sglang.request_check import RequestCheck
+from slime_sglang.scoring import Scorer
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 
 class SglangEngine(RolloutEngine):
@@ -48,7 +42,7 @@ class SglangEngine(RolloutEngine):
         self._features = Features()
         self._requests: RequestsInFlight | None = None
         """None: it answers others, or is a machine beside the first one."""
-        self._rids = RequestIds()
+        self._scorer = Scorer(self._fleet, timeout_s=config.request_timeout, require_alive=self._ready)
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
@@ -66,63 +60,32 @@ class SglangEngine(RolloutEngine):
         self._setup = setup
         try:
             await self._fleet.start(setup)
-            if setup.node_rank:
-                self._fleet.watch(self._fail)
-                return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
-            if setup.reward_model:
-                # What it answers to whom is between it and the rewards.
+            if not setup.node_rank:
+                if not setup.reward_model:
+                    await self._prepare(setup, experts)
                 await self._fleet.start_router(setup)
-                self._fleet.watch(self._fail)
-                return self._info(frozenset({Capability.HTTP}))
-            vocab_size = vocab_size_of(setup)
-            image_tokens = ImageTokens.of(setup.model_path)
-            # A server that is one half of a pair answers no request alone.
-            pairs = bool(self._config.prefill_servers)
-            found = [await Features.of(server, setup, alone=not pairs) for server in self._fleet.servers]
-            self._features = found[0].common(found[1:])
-            if self._config.pause_mode != "abort" and not self._features.version_spans:
-                raise EngineError(
-                    f'{self._name}: engine.pause_mode = "{self._config.pause_mode}" needs a server that reports versions by '
-                    f"token span; SGLang {self._features.sglang_version} does not. Use abort."
-                )
-            weights = self._weights = HeldWeights(
-                self._fleet,
-                BucketOrder(setup.model_path, self._name),
-                name=self._name,
-                tp_size=self._features.tp_size,
-                # Servers that the engine started are on its machine. One answers when its first pipeline stage has read what
-                # is shared, so with several each is sent bytes of its own.
-                shared=not self._config.external_engine_addrs and self._features.pp_size == 1,
-                drops_prefixes=self._config.pause_mode == "abort",
-                other_draft=self._features.other_draft,
-            )
-            check = RequestCheck(
-                vocab_size=vocab_size,
-                features=self._features,
-                image_tokens=image_tokens,
-                tells_experts=experts is not None,
-            )
-            self._requests = RequestsInFlight(
-                self._fleet,
-                self._config,
-                setup,
-                check=check,
-                vocab_size=vocab_size,
-                image_tokens=image_tokens,
-                experts=experts,
-                version=lambda: weights.given,
-            )
-            await self._fleet.start_router(setup)
         except BaseException:
             await self.stop()
             raise
         self._fleet.watch(self._fail)
-        return self._info(self._features.capabilities(self._config, setup))
+        if setup.node_rank:
+            return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
+        # What a reward model answers to whom is between it and the rewards.
+        offered = {Capability.HTTP} if setup.reward_model else self._features.capabilities(self._config, setup)
+        entrance, pid = self._fleet.entrance, self._fleet.pid
+        return EngineInfo(capabilities=frozenset(offered), address=entrance.address, token=entrance.token, pid=pid)
 
-    def _info(self, capabilities: frozenset[Capability]) -> EngineInfo:
-        entrance = self._fleet.entrance
-        return EngineInfo(
-            capabilities=capabilities, address=entrance.address, token=entrance.token, pid=self._fleet.pid
+    async def _prepare(self, setup: EngineSetup, experts: ExpertSizes | None) -> None:
+        """Asks the servers what they can do; makes what answers requests and takes weights."""
+        self._features = await Features.of_all(self._fleet.servers, self._config, setup)
+        weights = self._weights = HeldWeights(self._fleet, self._config, setup, self._features)
+        self._requests = RequestsInFlight(
+            self._fleet,
+            self._config,
+            setup,
+            check=RequestCheck.of(setup, self._features, tells_experts=experts is not None),
+            experts=experts,
+            version=lambda: weights.given,
         )
 
     def _fail(self, failure: EngineError) -> None:
@@ -216,27 +179,7 @@ class SglangEngine(RolloutEngine):
         self._ready()
         if self._absent:
             raise EngineRefused(f"{self._name}: score while asleep; call wake first.")
-        asked = [
-            self._score(place % len(self._fleet.servers), tokens, count)
-            for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
-        ]
-        return list(await asyncio.gather(*asked))
-
-    async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
-        if not count:
-            return np.empty(0, np.float32)
-        try:
-            return await self._score_once(self._fleet.at(place), tokens, count)
-        except ConnectionLost:
-            self._ready()
-            return await self._score_once(self._fleet.at(place), tokens, count)
-
-    async def _score_once(
-        self, server: Connection, tokens: npt.NDArray[np.int32], count: int
-    ) -> npt.NDArray[np.float32]:
-        rid = self._rids.next_for("score")
-        reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._config.request_timeout)
-        return scored(reply, tokens, count, server.name)
+        return await self._scorer.score(sequences, num_tokens)
 
     # ---------------------------------------------------------------- weights
 

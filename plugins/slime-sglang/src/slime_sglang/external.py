@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 
 def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[Connection]:

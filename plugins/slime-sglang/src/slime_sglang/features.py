@@ -6,16 +6,14 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection
 from slime_sglang.server.draws import DRAWS_BY_TOKEN
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 TIMEOUT_S = 60.0
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -37,6 +35,19 @@ class Features:
     routed_experts: bool = False
     other_draft: bool = False
     """See `has_other_draft`."""
+
+    @classmethod
+    async def of_all(cls, servers: Iterable[Connection], config: SglangOptions, setup: EngineSetup) -> Features:
+        """What all servers of an engine can do. EngineError also where they cannot pause as the run wants it."""
+        # A server that is one half of a pair answers no request alone.
+        first, *others = [await cls.of(server, setup, alone=not config.prefill_servers) for server in servers]
+        found = first.common(others)
+        if config.pause_mode != "abort" and not found.version_spans:
+            raise EngineError(
+                f'engine {setup.index}: engine.pause_mode = "{config.pause_mode}" needs a server that reports versions by '
+                f"token span; SGLang {found.sglang_version} does not. Use abort."
+            )
+        return found
 
     @classmethod
     async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:

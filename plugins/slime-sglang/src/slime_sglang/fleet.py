@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection, allow_connections, new_pool
 from slime_sglang.external import connect_external
 from slime_sglang.generation import version_of
 from slime_sglang.launching import start_server
 from slime_sglang.process import ServerProcess
 from slime_sglang.router import Router, WorkerRole, start_router
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 WATCH_S: Final = 0.25
 """How often it looks whether its processes live."""

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
-from slime_sglang.buckets import BucketOrder, payload
+from slime_sglang.buckets import BucketOrder, payload, update_body
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection
+from slime_sglang.features import Features
 from slime_sglang.fleet import Fleet
 from slime_sglang.server.checksum import ACTION
 
 
 class HeldWeights:
-    """All servers of a fleet hold the same. `drops_prefixes`: what was computed with the weights before is dropped from their
-    caches when new ones are complete. `other_draft`: the draft of speculative decoding has weights of its own."""
+    """All servers of a fleet hold the same. `features`: what they all can do."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        order: BucketOrder,
-        *,
-        name: str,
-        tp_size: int,
-        shared: bool,
-        drops_prefixes: bool,
-        other_draft: bool,
-    ) -> None:
+    def __init__(self, fleet: Fleet, config: SglangOptions, setup: EngineSetup, features: Features) -> None:
         self._fleet = fleet
-        self._order = order
-        self._name = name
-        self._tp_size = tp_size
-        self._shared = shared
-        self._drops_prefixes = drops_prefixes
-        self._other_draft = other_draft
+        self._name = f"engine {setup.index}"
+        self._order = BucketOrder(setup.model_path, self._name)
+        self._features = features
+        # Servers that the engine started are on its machine. One answers when its first pipeline stage has read what is
+        # shared, so with several each is sent bytes of its own.
+        self._shared = not config.external_engine_addrs and features.pp_size == 1
+        # What was computed with the weights before leaves the servers' caches when new ones are complete.
+        self._drops_prefixes = config.pause_mode == "abort"
         self.given = -1
         """The version that this run has brought; -1: none."""
 
@@ -57,16 +50,13 @@ class HeldWeights:
             await self.complete(bucket.version)
 
     async def _send(self, server: Connection, bucket: Bucket) -> None:
-        with payload(bucket, shared=self._shared) as serialized:
-            body: dict[str, Any] = {
-                "serialized_named_tensors": [serialized] * self._tp_size,
-                "load_format": "flattened_bucket",
-                # With waiting requests SGLang would die of it.
-                "flush_cache": False,
-                "disable_draft_model": self._other_draft,
-            }
-            if bucket.last:
-                body["weight_version"] = str(bucket.version)
+        with payload(bucket, shared=self._shared) as text:
+            body = update_body(
+                [text] * self._features.tp_size,
+                version=bucket.version,
+                last=bucket.last,
+                other_draft=self._features.other_draft,
+            )
             await self._fleet.post_to(server, "/update_weights_from_tensor", body)
 
     async def complete(self, version: int) -> None:

@@ -6,22 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import xxhash
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import ConnectionLost
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.fleet import Fleet
 from slime_sglang.generation import RequestIds, Running
-from slime_sglang.image_data import ImageTokens
 from slime_sglang.request_check import RequestCheck
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 ABORT_AGAIN_S: Final = 0.02
 """An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
@@ -43,8 +40,6 @@ class RequestsInFlight:
         setup: EngineSetup,
         *,
         check: RequestCheck,
-        vocab_size: int,
-        image_tokens: ImageTokens | None,
         experts: ExpertSizes | None,
         version: Callable[[], int],
     ) -> None:
@@ -54,8 +49,6 @@ class RequestsInFlight:
         self._setup = setup
         self._name = f"engine {setup.index}"
         self._check = check
-        self._vocab_size = vocab_size
-        self._image_tokens = image_tokens
         self._experts = experts
         self._version = version
         self._rids = RequestIds()
@@ -89,7 +82,7 @@ class RequestsInFlight:
         """A task for each, for `leave`. EngineRefused for one that cannot be served, before any runs."""
         if problem := self._check.problem(requests, self._running):
             raise EngineRefused(f"{self._name}: {problem}")
-        runs = [Running(request, self._image_tokens if request.images else None) for request in requests]
+        runs = [Running(request, self._check.image_tokens if request.images else None) for request in requests]
         self._running |= {run.request.request_id: run for run in runs}
         tasks = []
         for run in runs:
@@ -172,7 +165,7 @@ class RequestsInFlight:
         return run.take(
             reply,
             expected_version=expected,
-            vocab_size=self._vocab_size,
+            vocab_size=self._check.vocab_size,
             server=server.name,
             experts=self._experts,
         )

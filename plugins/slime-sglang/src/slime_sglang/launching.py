@@ -9,21 +9,19 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
+from slime_sglang.config import SglangOptions, server_options
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
-from slime_sglang.plugin import problem_of_devices, server_options
+from slime_sglang.option_checks import problem_of_devices
 from slime_sglang.process import ServerProcess, address_of, free_port
 from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, SCORE_HEAD
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 MODULE: Final = "slime_sglang.server.launch"
 POLL_S: Final = 0.25

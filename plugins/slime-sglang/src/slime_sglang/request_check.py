@@ -22,6 +22,15 @@ class RequestCheck:
     tells_experts: bool
     """The servers were started so that they can tell expert ids."""
 
+    @classmethod
+    def of(cls, setup: EngineSetup, features: Features, *, tells_experts: bool) -> RequestCheck:
+        return cls(
+            vocab_size=vocab_size_of(setup),
+            features=features,
+            image_tokens=ImageTokens.of(setup.model_path),
+            tells_experts=tells_experts,
+        )
+
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
         """The first one, as a sentence. `running`: ids in use."""
         for params in {request.sampling for request in requests}:

@@ -9,17 +9,15 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection
 from slime_sglang.process import ServerProcess, address_of, free_port
-
-if TYPE_CHECKING:
-    from slime_sglang.plugin import SglangOptions
 
 MODULE: Final = "slime_sglang.server.launch_router"
 READY_S: Final = 120.0

@@ -1,14 +1,54 @@
-"""Log-probs of tokens that are given: a request that writes nothing."""
+"""Scorer: log-probs of tokens that are given, by requests that write nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from slime_core.errors import EngineError
+from slime_sglang.connection import Connection, ConnectionLost
+from slime_sglang.fleet import Fleet
+from slime_sglang.generation import RequestIds
+
+
+class Scorer:
+    """Asks the servers of a fleet in turn. `require_alive` raises once the engine has failed."""
+
+    def __init__(self, fleet: Fleet, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
+        self._fleet = fleet
+        self._timeout_s = timeout_s
+        self._require_alive = require_alive
+        self._rids = RequestIds()
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Log-probs (count,) of the last `count` tokens of each sequence; a request for each, all at once."""
+        asked = [
+            self._score(place % len(self._fleet.servers), tokens, count)
+            for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
+        ]
+        return list(await asyncio.gather(*asked))
+
+    async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
+        if not count:
+            return np.empty(0, np.float32)
+        try:
+            return await self._score_once(self._fleet.at(place), tokens, count)
+        except ConnectionLost:
+            self._require_alive()
+            return await self._score_once(self._fleet.at(place), tokens, count)
+
+    async def _score_once(
+        self, server: Connection, tokens: npt.NDArray[np.int32], count: int
+    ) -> npt.NDArray[np.float32]:
+        rid = self._rids.next_for("score")
+        reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._timeout_s)
+        return scored(reply, tokens, count, server.name)
 
 
 def score_body(rid: str, tokens: npt.NDArray[np.int32], count: int) -> dict[str, Any]:

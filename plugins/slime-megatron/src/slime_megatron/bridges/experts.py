@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import (
@@ -17,18 +18,22 @@ from slime_megatron.bridges.bridge import (
 from slime_megatron.bridges.weight import Plain, Weight
 
 
+def softmax_experts(config: Any, family: str) -> Moe:
+    """The experts of Qwen3's families. Raises ModelError for what their configs allow and this backend does not compute."""
+    if config.attention_bias or config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ModelError(
+            "the model's config.json has attention_bias, mlp_only_layers or decoder_sparse_step: not computed for "
+            f"{family}."
+        )
+    # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+    return Moe(config=config, options={"moe_router_pre_softmax": not config.norm_topk_prob})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(Bridge):
     def architecture(self) -> Architecture:
-        config = self.config
-        if config.attention_bias or config.mlp_only_layers or config.decoder_sparse_step != 1:
-            raise ModelError(
-                "the model's config.json has attention_bias, mlp_only_layers or decoder_sparse_step: not computed for "
-                "qwen3_moe."
-            )
-        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
-        moe = Moe(config=config, options={"moe_router_pre_softmax": not config.norm_topk_prob})
-        options = {**self.common_options(), "qk_layernorm": True, **moe.all_options(config.num_experts)}
+        moe = softmax_experts(self.config, "qwen3_moe")
+        options = {**self.common_options(), "qk_layernorm": True, **moe.all_options(self.config.num_experts)}
         return self.common_architecture(options)
 
     def layer_weights(self) -> Mapping[str, Weight]:

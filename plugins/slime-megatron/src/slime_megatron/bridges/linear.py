@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime_core.errors import ModelError
-from slime_megatron.bridges.bridge import Architecture, Bridge, Moe
+from slime_megatron.bridges.bridge import Architecture, Bridge
+from slime_megatron.bridges.experts import softmax_experts
 from slime_megatron.bridges.weight import ByHead, GatedQkv, GateUp, Plain, Weight
 
 
@@ -18,13 +18,7 @@ class Qwen3Next(Bridge):
 
     def architecture(self) -> Architecture:
         config = self.config
-        if config.attention_bias or config.mlp_only_layers or config.decoder_sparse_step != 1:
-            raise ModelError(
-                "the model's config.json has attention_bias, mlp_only_layers or decoder_sparse_step: not computed for "
-                "qwen3_next."
-            )
-        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
-        moe = Moe(config=config, options={"moe_router_pre_softmax": not config.norm_topk_prob})
+        moe = softmax_experts(config, "qwen3_next")
         options = {
             **self.common_options(),
             "qk_layernorm": True,

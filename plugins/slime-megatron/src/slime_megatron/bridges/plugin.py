@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
+
+from slime_megatron.bridges.family import Family
 
 if TYPE_CHECKING:
     from slime_megatron.bridges.bridge import Bridge
-
-
-class Family(ABC):
-    """One `model_type`; never instantiated."""
-
-    @classmethod
-    @abstractmethod
-    def load(cls) -> type[Bridge]:
-        """Heavy imports happen here."""
 
 
 class Llama(Family):

@@ -1,4 +1,4 @@
-"""The ASGI app."""
+"""RouterApp: the ASGI app."""
 
 from __future__ import annotations
 
@@ -46,36 +46,56 @@ class Abort(msgspec.Struct):
     abort_all: bool = False
 
 
-def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) -> ASGIApp:
-    """`parts`: the middlewares, outermost first."""
-    engines = Engines(upstreams, settings)
-    metrics = Metrics()
-    middlewares = [part.build() for part in parts]
-    by_name: dict[str, list[object]] = {}
-    for part, middleware in zip(parts, middlewares, strict=True):
-        by_name.setdefault(part.name, []).append(middleware)
-    metrics.registry.register(UpstreamCollector(upstreams))
-    metrics.registry.register(MiddlewareCollector(by_name))  # type: ignore[arg-type]
+class RouterApp:
+    """Routes requests to the upstreams through middlewares, and answers for workers, health and metrics."""
+
+    def __init__(self, upstreams: Upstreams, parts: Sequence[Part], settings: Settings) -> None:
+        """`parts`: the middlewares, outermost first."""
+        self._upstreams = upstreams
+        self._token = settings.token
+        self._engines = Engines(upstreams, settings)
+        self._metrics = Metrics()
+        self._middlewares = [part.build() for part in parts]
+        by_name: dict[str, list[object]] = {}
+        for part, middleware in zip(parts, self._middlewares, strict=True):
+            by_name.setdefault(part.name, []).append(middleware)
+        self._metrics.registry.register(UpstreamCollector(upstreams))
+        self._metrics.registry.register(MiddlewareCollector(by_name))  # type: ignore[arg-type]
+        self._generate = Generate(self._engines, upstreams, self._middlewares, settings, self._metrics)
+
+    def asgi(self) -> ASGIApp:
+        routes: list[BaseRoute] = [
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/abort_request", self._abort, methods=["POST"]),
+            Route("/workers", self._workers, methods=["GET", "POST"]),
+            Route("/workers/{id}", self._worker, methods=["GET", "DELETE"]),
+            Route("/health", self._health),
+            Route("/metrics", self._show_metrics),
+        ]
+        for middleware in self._middlewares:
+            if isinstance(middleware, HasRoutes):
+                routes += middleware.routes()
+        return Gate(Starlette(routes=routes, lifespan=self._lifespan), self._token, refusal=refusal)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await engines.open()
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await self._engines.open()
         yield
-        await engines.close()
+        await self._engines.close()
 
-    async def health(request: Request) -> Response:
-        up = sum(upstream.up for upstream in upstreams)
+    async def _health(self, request: Request) -> Response:
+        up = sum(upstream.up for upstream in self._upstreams)
         return json_answer({"status": "ok" if up else "no upstream is up", "up": up}, 200 if up else 503)
 
-    async def show_metrics(request: Request) -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def workers(request: Request) -> Response:
+    async def _workers(self, request: Request) -> Response:
         if request.method == "GET":
-            listed = [shown(upstream) for upstream in upstreams]
+            listed = [shown(upstream) for upstream in self._upstreams]
             return json_answer({"workers": listed, "total": len(listed), "stats": {"regular_count": len(listed)}})
         try:
-            upstream = upstreams.add(msgspec.json.decode(await request.body(), type=NewWorker).url)
+            upstream = self._upstreams.add(msgspec.json.decode(await request.body(), type=NewWorker).url)
         except msgspec.MsgspecError as error:
             return json_error(422, f'{error}; {{"url": "http://HOST:PORT"}} is wanted')
         except ConfigError as error:
@@ -84,42 +104,28 @@ def create_app(upstreams: Upstreams, parts: Sequence[Part], settings: Settings) 
         accepted = {"status": "accepted", "worker_id": upstream.id, "url": upstream.url, "location": location}
         return json_answer(accepted, 202, {"location": location})
 
-    async def worker(request: Request) -> Response:
-        upstream = upstreams.find(request.path_params["id"])
+    async def _worker(self, request: Request) -> Response:
+        upstream = self._upstreams.find(request.path_params["id"])
         if upstream is None:
             return json_error(404, f"no worker {request.path_params['id']}; GET /workers lists them")
         if request.method == "GET":
             return json_answer(shown(upstream))
-        upstreams.remove(upstream)
+        self._upstreams.remove(upstream)
         return json_answer({"status": "accepted", "worker_id": upstream.id}, 202)
 
-    async def abort(request: Request) -> Response:
+    async def _abort(self, request: Request) -> Response:
         body = await request.body()
         try:
             asked = msgspec.json.decode(body, type=Abort)
         except msgspec.MsgspecError as error:
             return json_error(422, f'{error}; {{"rid": "NAME"}} or {{"abort_all": true}} is wanted')
-        generate.abort(asked.rid or "", everything=asked.abort_all)
-        engines.abort_everywhere(body)
+        self._generate.abort(asked.rid or "", everything=asked.abort_all)
+        self._engines.abort_everywhere(body)
         return json_answer({"status": "accepted"})
 
-    generate = Generate(engines, upstreams, middlewares, settings, metrics)
-    routes: list[BaseRoute] = [
-        Route("/generate", generate, methods=["POST"]),
-        Route("/abort_request", abort, methods=["POST"]),
-        Route("/workers", workers, methods=["GET", "POST"]),
-        Route("/workers/{id}", worker, methods=["GET", "DELETE"]),
-        Route("/health", health),
-        Route("/metrics", show_metrics),
-    ]
-    for middleware in middlewares:
-        if isinstance(middleware, HasRoutes):
-            routes += middleware.routes()
 
-    def refusal(said: str) -> Response:
-        return json_error(401, said, {"www-authenticate": "Bearer"})
-
-    return Gate(Starlette(routes=routes, lifespan=lifespan), settings.token, refusal=refusal)
+def refusal(said: str) -> Response:
+    return json_error(401, said, {"www-authenticate": "Bearer"})
 
 
 def shown(upstream: Upstream) -> dict[str, object]:

@@ -64,7 +64,7 @@ def serve(
             f"--no-token with --host {host}: whoever reaches this machine could use the engines. Leave it out."
         )
 
-    from slime_router.server.app import create_app
+    from slime_router.server.app import RouterApp
     from slime_router.server.serve import BACKLOG, run
     from slime_router.server.settings import Settings
     from slime_router.server.upstreams import Upstreams
@@ -78,7 +78,7 @@ def serve(
         token=None if no_token else token_from(token_file, create=True),
         upstream_token=None if upstream_token_file is None else token_from(upstream_token_file, create=False),
     )
-    asgi = create_app(Upstreams(upstream or [], settings), parts, settings)
+    asgi = RouterApp(Upstreams(upstream or [], settings), parts, settings).asgi()
     socket = listen(host, port, backlog=BACKLOG)
     told = "no token asked" if no_token else f"token in {token_file}"
     print(f"slime-router listens on {shown(socket, host)}, {told}", flush=True)

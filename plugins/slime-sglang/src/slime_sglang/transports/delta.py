@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import xxhash
 
 from slime_core.contracts.setup import EngineEndpoint
-from slime_core.contracts.transport import SenderSetup, SentReport
+from slime_core.contracts.transport import SentReport
 from slime_core.errors import EngineError
 from slime_sglang.server.loading import WRONG_BASE
 from slime_sglang.transports import folder
+from slime_sglang.transports.config import DeltaConfig
 from slime_sglang.transports.delta_code import Planes, compare, compress
-from slime_sglang.transports.equality import Digests
-from slime_sglang.transports.flat import FlatBucket, flat_buckets
+from slime_sglang.transports.flat import FlatBucket
 from slime_sglang.transports.folder import FileEntry, Manifest
+from slime_sglang.transports.folder_sender import FolderSender
 from slime_sglang.transports.loading import load_from_disk, servers_that_verify, try_to_load
-from slime_sglang.transports.sender import ServerSender
+from slime_sglang.transports.sender import Layers, WeightUpdate
 from slime_training.host_memory import HostMemory
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from slime_sglang.transports.plugin import DeltaConfig
-
 
 WRITERS: Final = 4
 """Buckets that are compressed and written while the next ones are gathered and compared."""
 
 
-class DeltaSender(ServerSender):
+class DeltaSender(FolderSender):
     """Keeps what it sent last, on the host. An engine that does not hold just that, as far as is known here or as the
-    engine itself says, is sent everything. What was sent stays in `RUN/weights` till the next push has ended; at the end
-    nothing is left."""
+    engine itself says, is sent everything. What was sent stays in `RUN/weights` till the next push has ended."""
 
     # What has not changed costs nothing here, and the base stays whole.
     skips_frozen: ClassVar[bool] = False
@@ -53,24 +46,11 @@ class DeltaSender(ServerSender):
         self._identity: str | None = None
         """Of what was sent; None: nothing was, or not all."""
         self._holders: set[EngineEndpoint] = set()
-        self._root: Path | None = None
-        """On the rank that writes."""
 
-    def setup(self, setup: SenderSetup) -> None:
-        super().setup(setup)
-        if setup.rank == 0:
-            self._root = setup.run_dir / "weights"
-            folder.clear_all_but(self._root, [])
-
-    def bring(
-        self,
-        layers: Iterator[Mapping[str, Tensor] | None],
-        version: int,
-        engines: Sequence[EngineEndpoint],
-        digests: Digests | None,
-    ) -> SentReport:
+    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self._root is None:
             return SentReport()
+        version, engines = update.version, update.engines
         able = servers_that_verify(self.servers, engines)
         unable = [engine for engine in engines if engine not in able]
         if unable:
@@ -83,7 +63,7 @@ class DeltaSender(ServerSender):
         delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
         told: list[Path] = []
         try:
-            changes = self._take(layers, delta, digests)
+            changes = self._take(layers, delta, update)
             if not self._sent:
                 raise EngineError(f"the trainer exported no weights for version {version}.")
             self._identity = identity
@@ -109,18 +89,13 @@ class DeltaSender(ServerSender):
         density = None if changes is None else self._num_changed / sum(map(num_elements, self._sent))
         return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent), density=density)
 
-    def _take(
-        self, layers: Iterator[Mapping[str, Tensor] | None], delta: Path | None, digests: Digests | None
-    ) -> list[FileEntry] | None:
+    def _take(self, layers: Layers, delta: Path | None, update: WeightUpdate) -> list[FileEntry] | None:
         """Brings `_sent` up to date; the changes, unless the tensors are others than the last time."""
         before, self._sent, self._num_changed = self._sent, [], 0
         changes: list[Future[FileEntry]] | None = None if delta is None else []
         with ThreadPoolExecutor(WRITERS) as writers:
-            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
-                if bucket is None:
-                    continue
-                if digests is not None:
-                    digests.add(bucket)
+            for bucket in self.buckets(layers):
+                update.digest(bucket)
                 held = before[bucket.index] if bucket.index < len(before) else None
                 if delta is None or changes is None or held is None or not alike(held, bucket):
                     changes = None
@@ -154,12 +129,6 @@ class DeltaSender(ServerSender):
             shapes=bucket.shapes,
             parts=tuple(parts),
         )
-
-    def close(self) -> None:
-        super().close()
-        if self._root is not None:
-            folder.clear(self._root)
-            self._root = None
 
 
 def alike(held: FlatBucket, bucket: FlatBucket) -> bool:

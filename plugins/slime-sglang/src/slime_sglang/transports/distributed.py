@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
 from slime_core.errors import EngineError
 from slime_sglang.transports.broadcast import BroadcastGroup
 from slime_sglang.transports.broadcast_thread import BroadcastThread
-from slime_sglang.transports.equality import Digests
-from slime_sglang.transports.flat import FlatBucket, flat_buckets
-from slime_sglang.transports.sender import ServerSender, bucket_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from slime_sglang.transports.plugin import DistributedConfig
+from slime_sglang.transports.config import DistributedConfig
+from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.sender import Layers, ServerSender, WeightUpdate, bucket_name
 
 
 class DistributedSender(ServerSender):
@@ -37,26 +32,17 @@ class DistributedSender(ServerSender):
         self._count = 0
         self._thread = BroadcastThread()
 
-    def bring(
-        self,
-        layers: Iterator[Mapping[str, Tensor] | None],
-        version: int,
-        engines: Sequence[EngineEndpoint],
-        digests: Digests | None,
-    ) -> SentReport:
+    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self.place.rank != 0:
             return SentReport()
         buckets = bytes_sent = 0
         try:
-            group = self._group_with(engines)
+            group = self._group_with(update.engines)
             calls: list[Future[Any]] = []
-            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
-                if bucket is None:
-                    continue
+            for bucket in self.buckets(layers):
                 self.servers.wait(calls)
-                calls = self._begin(group, bucket, version, engines)
-                if digests is not None:
-                    digests.add(bucket)
+                calls = self._begin(group, bucket, update)
+                update.digest(bucket)
                 buckets += 1
                 bytes_sent += bucket.data.nbytes
             self.servers.wait(calls)
@@ -65,9 +51,7 @@ class DistributedSender(ServerSender):
             raise
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _begin(
-        self, group: BroadcastGroup, bucket: FlatBucket, version: int, engines: Sequence[EngineEndpoint]
-    ) -> list[Future[Any]]:
+    def _begin(self, group: BroadcastGroup, bucket: FlatBucket, update: WeightUpdate) -> list[Future[Any]]:
         body: dict[str, Any] = {
             "names": bucket.names,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
@@ -77,8 +61,9 @@ class DistributedSender(ServerSender):
             "flush_cache": False,
         }
         if bucket.last:
-            body["weight_version"] = str(version)
-        calls = self.servers.each(engines, "/update_weights_from_distributed", body, what=bucket_name(bucket, version))
+            body["weight_version"] = str(update.version)
+        what = bucket_name(bucket, update.version)
+        calls = self.servers.each(update.engines, "/update_weights_from_distributed", body, what=what)
         return [*calls, self._thread.submit(group.broadcast, bucket.data, group.mark())]
 
     def _group_with(self, engines: Sequence[EngineEndpoint]) -> BroadcastGroup:

@@ -6,10 +6,9 @@ It unpickles with a list of allowed modules; torch and types are among them.
 from __future__ import annotations
 
 import base64
-import functools
 import io
-import pickle
 import types
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from slime_sglang.buckets import Call, SharedBytes
+from slime_sglang.buckets import SharedBytes, serialized, tensor_metadata
 from slime_sglang.transports.flat import FlatBucket
 
 DEVICE: Final = 6
@@ -28,26 +27,17 @@ COUNTER: Final = slice(11, 13)
 
 
 def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
-    """As `FlattenedTensorMetadata` of SGLang."""
-    start = 0
-    found = []
-    for name, dtype, shape, end in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.ends, strict=True):
-        found.append(
-            types.SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
-        )
-        start = end
-    return found
+    places = pairwise([0, *bucket.ends])
+    tensors = zip(bucket.names, bucket.dtypes, bucket.shapes, places, strict=True)
+    return [tensor_metadata(name, dtype, shape, *place) for name, dtype, shape, place in tensors]
 
 
 class SharedMemory:
     """A bucket in shared memory, until `close`. `payload` is what a server on this machine is sent."""
 
     def __init__(self, bucket: FlatBucket) -> None:
-        size = bucket.data.nbytes
         self._memory = SharedBytes(bucket.data.cpu().numpy().data)
-        flat = functools.partial(torch.from_file, self._memory.path, shared=True, size=size, dtype=torch.uint8)
-        pickled = pickle.dumps({"flattened_tensor": Call(flat), "metadata": description(bucket)})
-        self.payload = base64.b64encode(pickled).decode()
+        self.payload = serialized(self._memory.mapped(bucket.data.nbytes), description(bucket))
 
     def close(self) -> None:
         self._memory.close()

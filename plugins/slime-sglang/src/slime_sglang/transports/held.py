@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Final
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, OF_DRAFTS, PARTS, REFUSED, SKIPPED, Place
-from slime_sglang.transports.servers import Refused, Servers, failures_of
+from slime_sglang.transports.servers import Servers, wait_for_answers
 
 CHECK: Final = "/weights_checker"
 
@@ -32,10 +31,7 @@ def parts_held(
     action = DIGESTS if digests else PARTS
     calls = servers.each(engines, CHECK, {"action": action}, what=f"checking version {version}")
     found: list[HeldParts | EngineError] = []
-    wait(calls)
-    unknown = [error for error in failures_of(calls) if not isinstance(error, Refused)]
-    if unknown:
-        raise unknown[0]
+    wait_for_answers(calls)
     for engine, call in zip(engines, calls, strict=True):
         try:
             found.append(read(engine, call.result()))

@@ -6,26 +6,22 @@ file of shared memory: unlike torch's own sharing this starts no helper process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
+from slime_sglang.buckets import update_body
 from slime_sglang.features import has_other_draft
-from slime_sglang.transports.equality import Digests
+from slime_sglang.transports.config import SentConfig
 from slime_sglang.transports.flat import FlatBucket, flat_buckets
 from slime_sglang.transports.handles import DeviceMemory, SharedMemory
-from slime_sglang.transports.sender import Failure, ServerSender, bucket_name, gravest
+from slime_sglang.transports.sender import Failure, Layers, ServerSender, WeightUpdate, bucket_name, gravest
 from slime_sglang.transports.servers import Refused
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from slime_sglang.transports.plugin import SentConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +66,12 @@ class IpcSender(ServerSender):
     def everywhere(self) -> bool:
         return self.place.device == "cuda"
 
-    def bring(
-        self,
-        layers: Iterator[Mapping[str, Tensor] | None],
-        version: int,
-        engines: Sequence[EngineEndpoint],
-        digests: Digests | None,
-    ) -> SentReport:
+    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self.place.device == "cuda":
-            return self._share_devices(layers, version, engines, digests)
+            return self._share_devices(layers, update)
         if self.place.rank != 0:
             return SentReport()
+        version, engines = update.version, update.engines
         for engine in engines:
             if urlsplit(engine.url).hostname not in ("127.0.0.1", "localhost", "::1"):
                 raise EngineError(
@@ -92,9 +83,7 @@ class IpcSender(ServerSender):
         calls: list[Future[Any]] = []
         memory: SharedMemory | None = None
         try:
-            for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
-                if bucket is None:
-                    continue
+            for bucket in self.buckets(layers):
                 following = SharedMemory(bucket)
                 try:
                     self.servers.finish(calls)
@@ -103,8 +92,7 @@ class IpcSender(ServerSender):
                         memory.close()
                     memory = following
                 calls = [self._post(engine, [memory.payload] * engine.num_ranks, bucket, version) for engine in engines]
-                if digests is not None:
-                    digests.add(bucket)
+                update.digest(bucket)
                 buckets += 1
                 bytes_sent += bucket.data.nbytes
             self.servers.finish(calls)
@@ -116,14 +104,7 @@ class IpcSender(ServerSender):
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
     def _post(self, engine: EngineEndpoint, payloads: Sequence[str], bucket: FlatBucket, version: int) -> Future[Any]:
-        body: dict[str, Any] = {
-            "serialized_named_tensors": payloads,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "disable_draft_model": self._other_drafts[engine],
-        }
-        if bucket.last:
-            body["weight_version"] = str(version)
+        body = update_body(payloads, version=version, last=bucket.last, other_draft=self._other_drafts[engine])
         return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
 
     def _ask_for_drafts(self, engines: Sequence[EngineEndpoint]) -> None:
@@ -134,16 +115,10 @@ class IpcSender(ServerSender):
 
     # ---------------------------------------------------------------- devices
 
-    def _share_devices(
-        self,
-        layers: Iterator[Mapping[str, Tensor] | None],
-        version: int,
-        engines: Sequence[EngineEndpoint],
-        digests: Digests | None,
-    ) -> SentReport:
+    def _share_devices(self, layers: Layers, update: WeightUpdate) -> SentReport:
         """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together. A rank
         that fails between two turns says so in the next one. A rank whose device no engine here shares makes no handle."""
-        mine, reader = self._engines_from_here(engines), self._reader(engines)
+        mine, reader = self._engines_from_here(update.engines), self._reader(update.engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         held: FlatBucket | None = None
@@ -158,11 +133,12 @@ class IpcSender(ServerSender):
                 handles = self._exchange("" if made is None else made.payload)
                 held, sent, made = bucket, made, None
                 calls = [
-                    self._post(engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, version)
+                    self._post(
+                        engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, update.version
+                    )
                     for engine in mine
                 ]
-                if digests is not None:
-                    digests.add(bucket)
+                update.digest(bucket)
                 buckets += bool(mine)
                 bytes_sent += bucket.data.nbytes if mine else 0
             self.servers.finish(calls)

@@ -9,17 +9,14 @@ from pathlib import Path
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.loading import CAN_VERIFY
-from slime_sglang.transports.servers import Refused, Servers, failures_of
+from slime_sglang.transports.servers import Servers, wait_for_answers
 
 
 def servers_that_verify(servers: Servers, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
     """Those that compare checksums before they load a folder, and can apply deltas: the servers that slime starts.
     EngineError for one that has not answered: that says nothing of what it can."""
     calls = servers.each(engines, "/weights_checker", {"action": CAN_VERIFY}, what="whether it checks what it loads")
-    wait(calls)
-    unknown = [error for error in failures_of(calls) if not isinstance(error, Refused)]
-    if unknown:
-        raise unknown[0]
+    wait_for_answers(calls)
     return [engine for engine, call in zip(engines, calls, strict=True) if call.exception() is None]
 
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
-
-from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.memory import MemoryLine, Moment, TransportMemory
 from slime_core.contracts.transport import TransportDriver
+from slime_sglang.transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
@@ -22,20 +20,7 @@ if TYPE_CHECKING:
     from slime_sglang.transports.sent import SentTransport
 
 
-class SentConfig(DriverConfig):
-    update_weight_buffer_size: int = Field(default=2 * 2**30, ge=1)
-    """Bytes per bucket. Two are alive at a time on the sending rank, and about two on each rank of an engine: with
-    little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
-    check_weight_update_equal: bool = False
-    """After each push compare every tensor in the servers' memory with the trainer's, by checksum, of each rank the part that
-    it holds; both sides read all weights to the host. That is for servers that the run starts, with weights that are not
-    quantised, without pipeline stages. Others, if there are several, are only compared with one another, which
-    `weights_compared` in events.jsonl says."""
-    update_weights_timeout: float = Field(default=600.0, gt=0)
-    """Seconds for any one call: a bucket, a file, a group."""
-
-
-def unnamed(engine: Any, layout: EngineLayout) -> str | None:
+def unnamed(engine: Any) -> str | None:
     """Why its servers do not know which parts of which tensors they hold, as far as it is known before they start."""
     if engine.external_engine_addrs:
         return "engine.external_engine_addrs: servers that slime did not start"
@@ -84,7 +69,7 @@ class SentDriver(TransportDriver):
     @classmethod
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
         """Servers that can be compared neither with the trainer nor with one another."""
-        why = unnamed(engine, layout) if config.check_weight_update_equal else None
+        why = unnamed(engine) if config.check_weight_update_equal else None
         if why is None or layout.num_engines * engine.servers > 1:
             return []
         return [
@@ -116,10 +101,6 @@ class SentDriver(TransportDriver):
         return (TransportExample(options={"update_weight_buffer_size": 64}, partner=serve),)
 
 
-class IpcConfig(SentConfig):
-    pass
-
-
 class Ipc(SentDriver):
     """Trainer and engines on the same devices: engines copy from the trainer's memory (CUDA IPC; on a CPU a mapped file)."""
 
@@ -131,10 +112,6 @@ class Ipc(SentDriver):
         from slime_sglang.transports.ipc import IpcSender
 
         return IpcSender(config)
-
-
-class DistributedConfig(SentConfig):
-    pass
 
 
 class Distributed(SentDriver):
@@ -150,10 +127,6 @@ class Distributed(SentDriver):
         return DistributedSender(config)
 
 
-class DiskConfig(SentConfig):
-    pass
-
-
 class Disk(SentDriver):
     """safetensors below the run's folder, which engines on other machines must see under the same path."""
 
@@ -165,11 +138,6 @@ class Disk(SentDriver):
         from slime_sglang.transports.disk import DiskSender
 
         return DiskSender(config)
-
-
-class DeltaConfig(SentConfig):
-    compression_level: int = Field(default=1, ge=1, le=19)
-    """Of zstd. More than 1 saves a few percent and costs several times as long."""
 
 
 class Delta(SentDriver):

@@ -7,24 +7,25 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError, StorageError
+from slime_sglang.transports.config import SentConfig
 from slime_sglang.transports.equality import Digests, EqualityCheck
-from slime_sglang.transports.flat import FlatBucket, partner_of
+from slime_sglang.transports.flat import FlatBucket, flat_buckets, partner_of
 from slime_sglang.transports.servers import Servers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_sglang.transports.plugin import SentConfig
-
 
 T = TypeVar("T")
+Layers: TypeAlias = "Iterator[Mapping[str, Tensor] | None]"
+"""An export on its way: the tensors of each layer by name; None for a layer that another rank has."""
 
 RANKS_WAIT: Final = timedelta(days=1)
 """Longer than any push: each call of the first rank has a bound, but it makes several, and writes files, while the others
@@ -50,6 +51,21 @@ class Failure:
 def gravest(failures: Sequence[Failure]) -> Failure:
     """Of the first rank that has one of its kind. What healing engines does not mend comes first."""
     return max(failures, key=lambda failure: KINDS.index(failure.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One version, and where it goes."""
+
+    version: int
+    engines: Sequence[EngineEndpoint]
+    digests: Digests | None = None
+    """None: the engines are not compared with the trainer."""
+
+    def digest(self, bucket: FlatBucket) -> None:
+        """For the comparison; called once with every bucket that is sent."""
+        if self.digests is not None:
+            self.digests.add(bucket)
 
 
 class ServerSender(WeightSender):
@@ -103,8 +119,8 @@ class ServerSender(WeightSender):
             try:
                 if checks and self.place.rank == 0:
                     check = EqualityCheck(self.servers, engines, version)
-                digests = None if check is None else check.digests
-                report = self.bring(self._without_frozen(layers) if known else layers, version, engines, digests)
+                update = WeightUpdate(version, engines, None if check is None else check.digests)
+                report = self.bring(self._without_frozen(layers) if known else layers, update)
             finally:
                 for _ in layers:
                     pass
@@ -139,7 +155,7 @@ class ServerSender(WeightSender):
         dist.all_gather_object(answers, said, group=self._ranks)
         return answers
 
-    def _without_frozen(self, layers: Iterator[Mapping[str, Tensor] | None]) -> Iterator[Mapping[str, Tensor] | None]:
+    def _without_frozen(self, layers: Layers) -> Layers:
         """Under adapters most of a model: what they touch comes merged, and what SGLang takes only together with it."""
         frozen = self.place.frozen
         for layer in layers:
@@ -150,14 +166,13 @@ class ServerSender(WeightSender):
             }
 
     @abstractmethod
-    def bring(
-        self,
-        layers: Iterator[Mapping[str, Tensor] | None],
-        version: int,
-        engines: Sequence[EngineEndpoint],
-        digests: Digests | None,
-    ) -> SentReport:
-        """Brings the weights to every engine. `digests`: given every bucket, where they are wanted."""
+    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
+        """Brings the weights to every engine of the update."""
+
+    def buckets(self, layers: Layers) -> Iterator[FlatBucket]:
+        """Of the layers that this rank has."""
+        found = flat_buckets(layers, self._config.update_weight_buffer_size)
+        return (bucket for bucket in found if bucket is not None)
 
     def close(self) -> None:
         if self._servers is not None:

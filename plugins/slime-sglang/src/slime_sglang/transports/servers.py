@@ -95,3 +95,11 @@ class Servers:
 def failures_of(calls: Iterable[Future[Any]]) -> list[BaseException]:
     """In their order; of those that have ended."""
     return [error for call in calls if call.done() and (error := call.exception()) is not None]
+
+
+def wait_for_answers(calls: Sequence[Future[Any]]) -> None:
+    """Waits until all have ended. Raises the first failure that is no refusal: what such a server can do is not known."""
+    wait(calls)
+    unknown = [error for error in failures_of(calls) if not isinstance(error, Refused)]
+    if unknown:
+        raise unknown[0]

@@ -1,0 +1,44 @@
+"""Checks of requests before any of them runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from slime_core.errors import EngineRefused
+from slime_core.types.completion import GenerateRequest
+from slime_local.model import RolloutModel
+from slime_local.stop_text import StopText
+
+
+def check_requests(
+    requests: Sequence[GenerateRequest],
+    engine: str,
+    model: RolloutModel,
+    stop_text: StopText,
+    running_ids: Collection[str],
+) -> None:
+    """Raises EngineRefused for what cannot be served. `running_ids`: of requests that run or wait already."""
+    for params in {request.sampling for request in requests}:
+        problem = params.problem(model.vocab_size)
+        if problem:
+            raise EngineRefused(f"{engine}: {problem}.")
+        if params.stop:
+            stop_text.prepare()
+    counts = Counter(request.request_id for request in requests)
+    twice = [name for name, count in counts.items() if count > 1 or name in running_ids]
+    if twice:
+        raise EngineRefused(f"{engine}: request ids given twice or in use already: {', '.join(sorted(twice)[:8])}.")
+    tokens = np.concatenate([request.token_ids for request in requests])
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= model.vocab_size):
+        raise EngineRefused(
+            f"{engine}: token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has "
+            f"{model.vocab_size}. Prompt and engine must use one tokenizer."
+        )
+    if model.images is None and (seeing := [r.request_id for r in requests if r.images]):
+        raise EngineRefused(f"{engine}: request {seeing[0]} has images, and {type(model.network).__name__} takes none.")
+    empty = [request.request_id for request in requests if not len(request.token_ids)]
+    if empty:
+        raise EngineRefused(f"{engine}: request {empty[0]} has no tokens; a prompt needs at least one.")

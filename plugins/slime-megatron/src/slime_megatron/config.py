@@ -1,0 +1,193 @@
+"""Options of the Megatron backend: their checks, and the layout that they ask for. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final, Literal
+
+from pydantic import Field, create_model, field_validator
+
+from slime_core.contracts.backend import Layout
+from slime_core.contracts.driver import DriverConfig
+from slime_megatron.bridges.family import family_problems
+from slime_megatron.layout import Shape, experts_of, shape_problems
+from slime_megatron.options import OWNED, installed_options, megatron_folder
+from slime_megatron.refusals import REFUSED, option_problems
+from slime_megatron.stages import Stages
+
+StoredDtype = Literal["fp32", "bf16"]
+HOW_TO_INSTALL: Final = 'Megatron-core is not installed here: pip install "slime-megatron[core]".'
+
+
+class MegatronOptions(DriverConfig):
+    """The backend's own options; those of the installed Megatron stand beside them under Megatron's names."""
+
+    tensor_model_parallel_size: int = Field(1, gt=0)
+    """Ranks that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Norms and residuals share their tokens over the tensor-parallel ranks too. Needs tensor parallelism."""
+    pipeline_model_parallel_size: int = Field(1, gt=0)
+    """Stages that the layers are spread over."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, gt=1)
+    """Pieces of the model on each pipeline stage, run interleaved. Micro-batches come in multiples of the stages."""
+    context_parallel_size: int = Field(1, gt=0)
+    """Ranks that share the tokens of each sequence (zigzag)."""
+    expert_model_parallel_size: int = Field(1, gt=0)
+    """Ranks that the experts are spread over."""
+    expert_tensor_parallel_size: int | None = Field(None, gt=0)
+    """Ranks that share each expert's matrices; by default as many as share the other layers'."""
+    use_distributed_optimizer: bool | None = None
+    """Spread the optimiser's state over the data-parallel ranks. By default on for GPUs, off on the CPU. Adam only."""
+    bf16: bool | None = None
+    """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off. A run that
+    goes on elsewhere goes on in what it began in: say it there."""
+    fp16: bool = False
+    """Compute in float16 with a loss scale."""
+    main_params_dtype: StoredDtype = "fp32"
+    """What the optimiser steps on. bf16: the weights themselves, rounded stochastically, with no float32 copy; every
+    data-parallel rank has all of them and of their moments then. Adam in bfloat16 only."""
+    exp_avg_dtype: StoredDtype = "fp32"
+    """What Adam's first moment is kept in; with or without Transformer Engine."""
+    exp_avg_sq_dtype: StoredDtype = "fp32"
+    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
+    moe_grouped_gemm: bool | None = None
+    """Compute the experts that a rank holds together, by torch's own grouped products. By default where they are gated SiLU
+    without biases; false: Megatron's experts, one after the other. Checkpoints are the same either way."""
+    log_probs_chunk_size: int = Field(0, ge=-1)
+    """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
+    mtp_num_layers: int = Field(0, ge=0)
+    """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay as they
+    are."""
+    mtp_loss_scaling_factor: float = Field(0.2, ge=0)
+    """Of the mean of their cross-entropies in the loss."""
+    freeze_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: parameters whose Megatron name matches one are not trained."""
+    only_train_params_name_list: tuple[str, ...] = ()
+    """Regular expressions: if any is given, only parameters that match one are trained."""
+
+    @property
+    def rounds_state(self) -> bool:
+        return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            tp=self.tensor_model_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size or 1,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            stages=Stages(**{field.name: getattr(self, field.name, None) for field in fields(Stages)}),
+        )
+
+    def distributes_optimizer(self, device: str, optimizer: str) -> bool:
+        """What `use_distributed_optimizer` comes to. One that steps on the weights themselves cannot."""
+        if self.use_distributed_optimizer is not None:
+            return self.use_distributed_optimizer
+        return device == "cuda" and optimizer == "adam" and self.main_params_dtype == "fp32"
+
+
+def make_config() -> type[MegatronOptions]:
+    """MegatronOptions with Megatron's options beside its own. None: what Megatron does by default."""
+    found: dict[str, Any] = {}
+    for option in installed_options():
+        if option.name in MegatronOptions.model_fields:
+            continue
+        if (reason := refusal_of(option.name)) is not None:
+            doc = f"Not an option of the backend: {reason}."
+            found[option.name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+        else:
+            found[option.name] = (option.type | None, Field(default=None, description=option.doc))
+    refused = sorted(name for name in found if refusal_of(name) is not None)
+    validators: dict[str, Any] = {"refuse": field_validator(*refused)(refuse)} if refused else {}
+    return create_model("MegatronConfig", __base__=MegatronOptions, __validators__=validators, **found)
+
+
+def refusal_of(name: str) -> str | None:
+    """Why an option of Megatron's is none of the backend's; None: it is one."""
+    return f"it is decided by {OWNED[name]}" if name in OWNED else REFUSED.get(name)
+
+
+def refuse(cls: type[MegatronOptions], value: Any, info: Any) -> Any:
+    if value is not None:
+        raise ValueError(f"this is not an option of the backend: {refusal_of(info.field_name)}")
+    return value
+
+
+MegatronConfig: Final = make_config()
+
+
+def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
+    """Those that the run file gives, of the model's, the optimiser's or the data-parallel record."""
+    names = sorted(
+        {option.name for option in installed_options() if option.of == of} - set(MegatronOptions.model_fields)
+    )
+    return {name: value for name in names if refusal_of(name) is None and (value := getattr(config, name)) is not None}
+
+
+def given_options(config: MegatronOptions) -> dict[str, Any]:
+    """All that say something, the backend's own and Megatron's."""
+    return {name: value for name in type(config).model_fields if (value := getattr(config, name)) is not None}
+
+
+def layout_of(config: MegatronOptions, rank: int, world_size: int) -> Layout:
+    shape = config.shape
+    tp_rank, rest = rank % shape.tp, rank // shape.tp
+    cp_rank, rest = rest % shape.cp, rest // shape.cp
+    dp_size = world_size // (shape.tp * shape.cp * shape.pp)
+    return Layout(
+        dp_rank=rest % dp_size,
+        dp_size=dp_size,
+        cp_rank=cp_rank,
+        cp_size=shape.cp,
+        reports=tp_rank == 0 and rest // dp_size == shape.pp - 1,
+        micro_batch_multiple=shape.pp if shape.vpp > 1 else 1,
+    )
+
+
+def problems_of(config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
+    """`model_config`: config.json of the trained model."""
+    problems = own_option_problems(config)
+    if config.mtp_num_layers:
+        problems += prediction_problems(config, model_config)
+    problems += option_problems(given_options(config), experts_of(model_config))
+    return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
+
+
+def own_option_problems(config: MegatronOptions) -> list[str]:
+    problems = []
+    if megatron_folder() is None:
+        problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
+    if config.fp16 and config.bf16:
+        problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
+    if config.rounds_state:
+        problems += [
+            f"backend.{name} = true: it keeps its state in a way of its own; leave backend.main_params_dtype, "
+            "exp_avg_dtype and exp_avg_sq_dtype out, or it."
+            for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+            if getattr(config, name, None)
+        ]
+    if config.main_params_dtype == "bf16":
+        given = 'backend.main_params_dtype = "bf16"'
+        if config.fp16 or config.bf16 is False:
+            problems.append(f"{given}: weights that are kept so are computed with so; say bf16 = true.")
+        if config.use_distributed_optimizer:
+            problems.append(
+                f"{given}, use_distributed_optimizer = true: Megatron's steps on float32 copies that ranks share. Leave "
+                "one of them out."
+            )
+    return problems
+
+
+def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]) -> list[str]:
+    there = model_config.get("num_nextn_predict_layers")
+    # Qwen3-Next has such a layer and does not say so: a folder without one is told by the names that it lacks.
+    if there is None or config.mtp_num_layers <= there:
+        return []
+    return [
+        f"backend.mtp_num_layers = {config.mtp_num_layers}: the model has {there} layers of multi-token prediction "
+        "(num_nextn_predict_layers in its config.json). " + (f"Say {there} or less." if there else "Leave it out.")
+    ]

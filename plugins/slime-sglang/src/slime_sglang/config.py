@@ -1,0 +1,137 @@
+"""Options of the engine: this plugin's own, and those of the installed ServerArgs beside them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.paths import RunPath
+from slime_core.errors import near_matches
+from slime_sglang import router_args
+from slime_sglang.option_choices import Choices
+from slime_sglang.server_args import OWNED, ServerOption, installed_options
+
+
+class SglangOptions(DriverConfig):
+    servers: int = Field(default=1, ge=1)
+    """Servers of one engine, each with an equal share of its devices. Several stand behind one router, or take turns."""
+    router_policy: Literal["none", "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"] = (
+        "none"
+    )
+    """Starts sglang-router in front of the servers of an engine, with this policy. `consistent_hashing` keeps the
+    requests of one session on one server. `none`: requests go to the servers directly."""
+    prefill_servers: int = Field(default=0, ge=0)
+    """That many of the servers only read prompts, and the others only write answers (prefill/decode disaggregation, with
+    sglang-router between them). Keys and values go over `disaggregation_transfer_backend`, which must be installed."""
+    router_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
+    external_engine_addrs: tuple[str, ...] = ()
+    """Servers that somebody else started, as `host:port` or URL, instead of own ones: `servers` of them for each
+    engine, in order."""
+    external_engine_token_file: RunPath | None = None
+    """File with the bearer token (`--api-key`) of the external servers. A run's config is written to its folder, so the
+    token itself does not stand in it."""
+    pause_mode: Literal["abort", "retract", "in_place"] = "abort"
+    """How requests wait for new weights. `abort`: they end, and go on as new requests with the tokens so far, whose
+    keys and values the new weights compute; every token's version is exact. `retract`: SGLang does the same inside.
+    `in_place`: they keep keys and values of the old weights. Both need a server that reports versions by token span,
+    and switch the radix cache off, since it could not be flushed."""
+    deterministic: bool | None = None
+    """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
+    GPU. By default on for own servers on a CPU, off elsewhere."""
+    start_timeout: float = Field(default=900.0, gt=0)
+    """Seconds until a server must answer. On a GPU the first start compiles kernels for minutes."""
+    request_timeout: float = Field(default=14400.0, gt=0)
+    """Seconds for one answer."""
+    control_timeout: float = Field(default=300.0, gt=0)
+    """Seconds for a call that is no generation: loading one bucket, flushing, pausing."""
+    health_timeout: float = Field(default=30.0, gt=0)
+    """Seconds within which a healthy server answers."""
+
+    @field_validator("router_options", mode="after")
+    @classmethod
+    def _of_router(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return router_args.checked(value)
+
+    @model_validator(mode="after")
+    def _of_pause(self) -> SglangOptions:
+        if self.pause_mode != "abort" and getattr(self, "disable_radix_cache", None) is False:
+            raise ValueError(
+                f'pause_mode = "{self.pause_mode}" needs disable_radix_cache = true: prefixes of old weights could not be '
+                "flushed while requests wait"
+            )
+        return self
+
+
+@cache
+def options_of_server() -> tuple[ServerOption, ...]:
+    """Those of ServerArgs that are not this plugin's own."""
+    return tuple(option for option in installed_options() if option.name not in SglangOptions.model_fields)
+
+
+def is_installed() -> bool:
+    return bool(options_of_server())
+
+
+def may_tell_experts() -> bool:
+    """External servers may be of another version than the installed one, or it may not be installed at all."""
+    names = {option.name for option in options_of_server()}
+    return not names or "enable_return_routed_experts" in names
+
+
+def make_config() -> type[SglangOptions]:
+    """SglangOptions with the server's options beside its own. None: what SGLang does by default."""
+    fields: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    choices: dict[str, Choices] = {}
+    for option in options_of_server():
+        if option.name in OWNED:
+            refused[option.name] = f"decided by {OWNED[option.name]}"
+        else:
+            fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
+        refused |= dict.fromkeys(
+            option.aliases,
+            refused.get(option.name) or f"called {option.name} here: say --sglang-{option.name.replace('_', '-')}",
+        )
+        if option.choices:
+            choices[option.name] = option.choices
+
+    def refuse(value: Any, info: Any) -> Any:
+        if value is not None:
+            raise ValueError(f"this is not an option of the engine: it is {refused[info.field_name]}")
+        return value
+
+    def check(value: Any, info: Any) -> Any:
+        known = choices[info.field_name]
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one not in known:
+                raise ValueError(no_choice(one, known))
+        return value
+
+    refused = {name: why for name, why in refused.items() if name not in SglangOptions.model_fields}
+    for name, why in refused.items():
+        doc = f"Not an option of a run: {why}."
+        fields[name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+    checked = sorted(set(choices) & set(fields) - set(refused))
+    validators: dict[str, Any] = {}
+    if refused:
+        validators["refuse"] = field_validator(*sorted(refused))(refuse)
+    if checked:
+        validators["check"] = field_validator(*checked)(check)
+    return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
+
+
+def no_choice(value: object, known: Choices) -> str:
+    names = [str(choice) for choice in known]
+    close = near_matches(str(value), names)
+    matched = f"; close match: {', '.join(close)}" if close else ""
+    return f"not among the choices of the installed SGLang{matched}. Choices: {', '.join(names)}"
+
+
+def server_options(config: Any) -> dict[str, Any]:
+    """Those of the server's options that the run file gives."""
+    names = {option.name for option in options_of_server()} - set(OWNED)
+    return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}

@@ -1,0 +1,157 @@
+"""Checks of options that are each allowed: together, with the run's devices, and with its weights. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Final
+
+from slime_core.contracts.setup import EngineLayout
+from slime_sglang import router_args
+from slime_sglang.config import SglangOptions, is_installed, server_options
+
+HOW_TO_INSTALL: Final = (
+    'SGLang is not installed here: `pip install "slime-sglang[server]"` on a GPU machine; on a CPU see the README of '
+    "slime-sglang."
+)
+
+
+def problems_of_options(config: Any) -> list[str]:
+    """Combinations that no run can have; each problem is a sentence for the user."""
+    problems = []
+    if not config.external_engine_addrs and not is_installed():
+        problems.append(f'engine.name = "sglang": {HOW_TO_INSTALL}')
+    count = len(config.external_engine_addrs)
+    if count % config.servers:
+        problems.append(
+            f"engine.external_engine_addrs names {count} servers, not a multiple of engine.servers = {config.servers}."
+        )
+    given = server_options(config)
+    if count and given:
+        problems.append(
+            f"engine.{next(iter(given))} = {next(iter(given.values()))!r}: an option of a server that the run starts, but "
+            "engine.external_engine_addrs names servers that run already. Leave it out."
+        )
+    if count and config.deterministic is not None:
+        problems.append("engine.deterministic: whoever started the external servers has decided it. Leave it out.")
+    if config.prefill_servers:
+        problems += problems_of_prefill(config)
+    if config.router_policy != "none" and not router_args.router_options():
+        problems.append(
+            f'engine.router_policy = "{config.router_policy}": sglang-router is not installed here: '
+            '`pip install "slime-sglang[server]"`; on a CPU `pip install --no-deps sglang-router`.'
+        )
+    if config.router_options and config.router_policy == "none":
+        problems.append("engine.router_options: there is no router. Choose an engine.router_policy.")
+    if (config.dp_size if hasattr(config, "dp_size") else None) not in (None, 1) and not config.enable_dp_attention:
+        problems.append(
+            f"engine.dp_size = {config.dp_size}: SGLang loads new weights into one replica only. Use "
+            f"engine.servers = {config.dp_size}, or more engines."
+        )
+    return problems
+
+
+def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
+    """Options that do not fit the engines and devices of the run."""
+    problems = [problem_of_experts(config)] if layout.routed_experts else []
+    if layout.offload and config.pause_mode != "abort":
+        problems.append(
+            f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
+            "which cannot give their memory back then. Use abort, or say --no-offload-rollout."
+        )
+    if config.external_engine_addrs:
+        problems.append(problem_of_external(config, layout.num_engines))
+    else:
+        problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
+    return [problem for problem in problems if problem is not None]
+
+
+def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+    """SGLang keeps float8 by block as it was loaded; it rearranges weights of every other scheme, and loads no new ones into
+    them."""
+    asked = getattr(config, "quantization", None)
+    if asked is not None and quantization is None:
+        return [
+            f'engine.quantization = "{asked}": SGLang quantises weights when it starts, and takes no new ones afterwards. '
+            "Leave it out, and say --rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes."
+        ]
+    if quantization is not None and not is_by_block(quantization):
+        return [
+            f"model.rollout_load: its weights are quantised ({quantization.get('quant_method')}) otherwise than in float8 "
+            "by block, and SGLang takes no new ones then. `slime convert MODEL FOLDER --to fp8` makes a folder for it."
+        ]
+    return []
+
+
+TRANSFER_PACKAGES: Final = {
+    "mooncake": "`pip install mooncake-transfer-engine`, without a GPU `pip install mooncake-transfer-engine-non-cuda`",
+    "nixl": "`pip install nixl`",
+}
+"""How to get what prefilling and decoding servers hand keys and values over with. Packages are imported by these names."""
+
+
+def problems_of_prefill(config: SglangOptions) -> list[str]:
+    given = f"engine.prefill_servers = {config.prefill_servers}"
+    problems = []
+    if config.prefill_servers >= config.servers:
+        problems.append(
+            f"{given}, engine.servers = {config.servers}: some servers must be left to write answers. Say engine.servers = "
+            f"{config.prefill_servers + 1} or more."
+        )
+    if config.router_policy == "none":
+        problems.append(f"{given}: a router has to pair the servers. Choose an engine.router_policy.")
+    if config.external_engine_addrs:
+        problems.append(f"{given}: external servers cannot be paired by the run. Leave it out.")
+    if config.pause_mode != "abort":
+        problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Use abort.')
+    # SGLang's own default.
+    backend = getattr(config, "disaggregation_transfer_backend", None) or "mooncake"
+    if backend in TRANSFER_PACKAGES and importlib.util.find_spec(backend) is None:
+        problems.append(
+            f'{given}: keys and values go over "{backend}", which is not installed here: {TRANSFER_PACKAGES[backend]}. Another '
+            "one: engine.disaggregation_transfer_backend."
+        )
+    return problems
+
+
+def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str) -> str | None:
+    """`flag`: where the number of an engine's devices is said."""
+    servers, stages = config.servers, getattr(config, "pp_size", None) or 1
+    if num_nodes > 1 and servers > 1:
+        return (
+            f"engine.servers = {servers}: the {num_devices} devices of an engine are on {num_nodes} machines, which one server "
+            f"can span, but not several. Leave engine.servers out, or give each of more engines fewer devices ({flag})."
+        )
+    if num_devices % (servers * stages):
+        shares = f"engine.servers = {servers}" + (f" of engine.pp_size = {stages}" if stages > 1 else "")
+        return (
+            f"{shares}: the {num_devices} device(s) of an engine cannot be shared equally. Say {flag} {servers * stages} or a "
+            "multiple; on a CPU devices are processes."
+        )
+    return None
+
+
+def problem_of_external(config: Any, num_engines: int) -> str | None:
+    named, needed = len(config.external_engine_addrs), num_engines * config.servers
+    if named >= needed:
+        return None
+    return (
+        f"engine.external_engine_addrs names {named} servers, but {num_engines} engines of {config.servers} need {needed}. "
+        "Name more, or lower launcher.rollout_num_gpus."
+    )
+
+
+def problem_of_experts(config: Any) -> str | None:
+    """Where servers cannot be asked which experts they chose."""
+    if config.router_policy == "none":
+        return None
+    # Its requests are a record of known fields, and the others do not reach the servers.
+    return (
+        f'engine.router_policy = "{config.router_policy}": sglang-router does not pass on that expert ids are asked for '
+        "(train.use_rollout_routing_replay). Say none: requests then go to the servers directly, and router.middlewares has "
+        "policies for them."
+    )
+
+
+def is_by_block(quantization: Mapping[str, Any]) -> bool:
+    return quantization.get("quant_method") == "fp8" and bool(quantization.get("weight_block_size"))
