@@ -11,8 +11,10 @@ EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
+# What torch, oneDNN and MKL take for the most that the processor has.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo record test suites test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
+.PHONY: venv demo record test suites test-bits test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -65,6 +67,9 @@ test-examples: .venv/.test  ## Every example in short form: does it learn what i
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults
+
+test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
+	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "bits and not gpu and not megatron and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang

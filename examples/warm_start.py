@@ -37,10 +37,10 @@ from slime_core.registry import Registry, bind
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.batch_images import BatchImages
 from slime_core.types.image import Image
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
+from slime_models.media.pack_images import PixelCache
 from slime_models.new_model import ModelSizes, new_model
 from slime_models.new_vision_model import VisionSizes, new_vision_model
-from slime_models.pack_images import PixelCache
 
 BATCH: Final = 128
 INITIALIZER_RANGE: Final = 0.08

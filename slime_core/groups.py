@@ -20,6 +20,9 @@ TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
 LAUNCHERS: Final = "slime.launchers"
 OPTIMIZERS: Final = "slime.optimizers"
+MEDIA: Final = "slime.media"
+COMMANDS: Final = "slime.commands"
+"""Subcommands of `slime`; an entry is a `typer.Typer`."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -42,6 +45,7 @@ DRIVER_GROUPS: Final = (
     CONVERTERS,
     LAUNCHERS,
     OPTIMIZERS,
+    MEDIA,
 )
 
 NOUNS: Final = {
@@ -63,6 +67,8 @@ NOUNS: Final = {
     CONVERTERS: "converter",
     LAUNCHERS: "launcher",
     OPTIMIZERS: "optimizer",
+    MEDIA: "modality",
+    COMMANDS: "command",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

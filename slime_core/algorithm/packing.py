@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slime_core.contracts.media import MediaPacker
+from slime_core.errors import DataError
 from slime_core.types.batch import Batch, Int64, TokenColumns, ragged_rows
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_core.types.routed_experts import unread
-from slime_models.pack_images import PixelCache, pack_images
 
 
 def pack_micro_batch(
@@ -17,12 +18,14 @@ def pack_micro_batch(
     *,
     columns: TokenColumns | None = None,
     temperature: float = 1.0,
-    pixels: PixelCache | None = None,
+    pixels: MediaPacker | None = None,
 ) -> MicroBatch:
     """Packs these samples of `batch`, in this order, with their rows of `columns`. `pixels`: for a batch with images.
 
     No samples: one dummy token and T = 0, so that the ranks still meet in the collectives of a forward and backward.
     """
+    if pixels is None and batch.images is not None:
+        raise DataError("data.multimodal_keys: samples have images, and the run names no column of any. Set it.")
     total = batch.total_length[samples].astype(np.int64)
     response = batch.response_length[samples].astype(np.int64)
     prompt = batch.prompt_length[samples].astype(np.int64)
@@ -51,7 +54,7 @@ def pack_micro_batch(
             **{} if columns is None else to_torch(columns.take(response_rows)),
         ),
         temperature=temperature,
-        images=pack_images(batch, samples, pixels),
+        images=None if pixels is None else pixels.pack(batch, samples),
         samples=tuple(samples.tolist()),
         routed_experts=None if batch.routed_experts is None else expert_ids(batch, samples),
     )

@@ -50,6 +50,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     launcher = bind_launcher(config, binder)
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
+    media = bind_media(config, binder)
     sets = () if config.train.debug_train_only else config.eval.datasets
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # What eval.defaults says is bound for each set.
@@ -62,7 +63,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         config=config, registry=registry, base=base, algo=algo, backend=backend, role_backends=role_backends,
         optimizers=optimizers, engine=engine, transport=transport, source=source, rewards=rewards, generate=generate,
         collector=collector, buffer_filter=buffer_filter, filters=filters, launcher=launcher, trackers=trackers,
-        middlewares=middlewares, evals=evals, teacher=teacher, reward_model=reward_model,
+        middlewares=middlewares, media=media, evals=evals, teacher=teacher, reward_model=reward_model,
     )  # fmt: skip
     run = with_roles(bound)
     if contradictions := cross_checks(run):
@@ -97,6 +98,14 @@ def bind_data(config: RunConfig, binder: Binder) -> Part | None:
 def bind_launcher(config: RunConfig, binder: Binder) -> Part | None:
     table = PluginTable.model_validate({"name": config.launcher.name, **(config.launcher.model_extra or {})})
     return binder.part(groups.LAUNCHERS, table, "launcher")
+
+
+def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:
+    """A driver for each modality."""
+    where = "data.multimodal_keys"
+    tables = [PluginTable(name=modality) for modality in config.data.multimodal_keys]
+    bound = [binder.part(groups.MEDIA, table, where, key=where) for table in tables]
+    return tuple(part for part in bound if part is not None)
 
 
 def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> Part | None:

@@ -20,11 +20,13 @@ class Binder:
     base: Path
     problems: list[str]
 
-    def part(self, group: str, table: PluginTable, where: str, expect: type | None = None) -> Part | None:
+    def part(
+        self, group: str, table: PluginTable, where: str, expect: type | None = None, *, key: str | None = None
+    ) -> Part | None:
         """The driver of `table.name` with its options bound; None after noting the problem. `expect` tells apart the
-        two kinds of driver that some groups hold."""
+        two kinds of driver that some groups hold. `key`: where its name was written, by default `name` in the table."""
         try:
-            resolved = self.registry.resolve(group, table.name, where=f"{where}.name", expect=expect)
+            resolved = self.registry.resolve(group, table.name, where=key or f"{where}.name", expect=expect)
             config = bind(resolved, table.options, where=where, base=self.base)
         except ConfigError as error:
             self.problems.extend(error.problems)

@@ -186,6 +186,8 @@ class BoundRun:
     filters: tuple[Part, ...] = ()
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
+    media: tuple[Part, ...] = ()
+    """The modalities of `data.multimodal_keys`."""
     evals: tuple[BoundEvalSet, ...] = field(default=())
     teacher: BoundEngines | None = None
     reward_model: BoundEngines | None = None
@@ -219,8 +221,8 @@ class BoundRun:
         rewards = tuple(reward.part for reward in self.rewards)
         return (
             self.backend, *self.role_backends.values(), self.engine, *served, *transport, *rewards, self.source,
-            self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *evals,
-            self.launcher, *self.optimizers.values(), *self.algo.parts,
+            self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *self.media,
+            *evals, self.launcher, *self.optimizers.values(), *self.algo.parts,
         )  # fmt: skip
 
     @property

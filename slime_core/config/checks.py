@@ -10,7 +10,7 @@ from slime_core.config.engine_checks import (
     colocation,
     engine_layouts,
     engines_over_nodes,
-    images,
+    media,
     penalties,
     reward_model,
     routing_replay,
@@ -56,7 +56,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         colocation,
         engines_over_nodes,
         engine_layouts,
-        images,
+        media,
         saved_aside,
     )
     # The layout comes last: a backend that looks at the model may import what takes seconds.

@@ -90,8 +90,8 @@ def colocation(run: BoundRun) -> list[str]:
     return problems
 
 
-def images(run: BoundRun) -> list[str]:
-    if not run.config.data.multimodal_keys:
+def media(run: BoundRun) -> list[str]:
+    if not run.media:
         return []
     asked = f"data.multimodal_keys = {dict(run.config.data.multimodal_keys)}"
     problems = [
@@ -99,17 +99,14 @@ def images(run: BoundRun) -> list[str]:
         for role in run.roles
         if not role.backend.driver.takes_images
     ]
-    if run.generates and Capability.IMAGES not in run.engine.driver.may_offer:
-        problems.append(f'{asked}: engine "{run.engine.name}" takes no images. Say --engine with one that does.')
-    elif (
-        run.generates
-        and Capability.VIDEOS not in run.engine.driver.may_offer
-        and "video" in run.config.data.multimodal_keys
-    ):
-        problems.append(
-            f'{asked}: engine "{run.engine.name}" takes images, and no videos. Say --engine with one that does, or give '
-            "frames as images."
-        )
+    if run.generates:
+        problems += [
+            f'{asked}: engine "{run.engine.name}" takes no {part.driver.needs}. Say --engine with one that does.'
+            for part in run.media
+            if part.driver.needs not in run.engine.driver.may_offer
+        ]
+    if len(dists := sorted({part.entry.dist for part in run.media})) > 1:
+        problems.append(f"{asked}: {' and '.join(dists)} do not share prompts. Use modalities of one of them.")
     if run.teacher is not None:
         problems.append(
             f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "

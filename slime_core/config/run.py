@@ -47,8 +47,8 @@ class DataConfig(Table):
     """Column of the metadata (an object)."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
-    multimodal_keys: dict[Literal["image", "video"], str] = Field(default_factory=dict)
-    """Columns of what is not text, by its kind: {"image": "images", "video": "clips"}, for models that take it. A column has
+    multimodal_keys: dict[str, str] = Field(default_factory=dict)
+    """Columns of what is not text, by modality: {"image": "images", "video": "clips"}, for models that take it. A column has
     one image or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path.
     A video is a file, given likewise, or a list of the images that are its frames, or an object with frames and fps."""
     apply_chat_template: bool = False

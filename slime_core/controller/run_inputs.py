@@ -11,6 +11,8 @@ from slime_core import groups
 from slime_core.config.bound import BoundEvalSet, BoundRun
 from slime_core.config.part import Part
 from slime_core.config.roles import COPY_KEYS, BoundRole
+from slime_core.config.run import DataConfig
+from slime_core.contracts.media import Media, MediaRenderer
 from slime_core.contracts.source import DataSource
 from slime_core.controller.engine_folder import converter_for
 from slime_core.controller.manifest import check_required
@@ -18,8 +20,6 @@ from slime_core.data.model_folder import check_weights, has_tokenizer, load_toke
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
 from slime_core.registry import bind
-from slime_models.image_processor import ImageProcessor
-from slime_models.video_reader import VideoReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,28 +69,12 @@ def load_materials(run: BoundRun) -> Materials:
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
-    images, videos = None, None
-    if data.multimodal_keys:
-        images = ImageProcessor(folder, trust_remote_code=config.model.trust_remote_code)
-        videos = VideoReader(folder, images) if "video" in data.multimodal_keys else None
+    media = media_renderer(run, folder, tokenizer)
     source = None
     if run.reads_prompts:
-        renderer = PromptRenderer(
-            tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            metadata_key=data.metadata_key,
-            tool_key=data.tool_key,
-            image_key=data.multimodal_keys.get("image"),
-            images=images,
-            video_key=data.multimodal_keys.get("video"),
-            videos=videos,
-            apply_chat_template=data.apply_chat_template,
-            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-            max_prompt_len=max_prompt_len,
-        )
+        renderer = prompt_renderer(run, data, tokenizer, media, max_prompt_len)
         source = run.source.build()(renderer, seed=run.rollout_seed)
-    evals = {settings.name: eval_source(run, settings, tokenizer, images, videos) for settings in run.evals}
+    evals = {settings.name: eval_source(run, settings, tokenizer, media) for settings in run.evals}
     return Materials(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -100,6 +84,16 @@ def load_materials(run: BoundRun) -> Materials:
         num_rollout=count_rollouts(run, source),
         converter=converter,
     )
+
+
+def media_renderer(run: BoundRun, folder: Path, tokenizer: PreTrainedTokenizerBase) -> MediaRenderer | None:
+    """For all modalities of the run, which share a prompt; None: it has none."""
+    if not run.media:
+        return None
+    built: Media = run.media[0].build()
+    asked = run.config.data.multimodal_keys
+    columns = {part.entry.name: asked[part.name] for part in run.media}
+    return built.renderer(folder, tokenizer, columns, trust_remote_code=run.config.model.trust_remote_code)
 
 
 def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:
@@ -139,28 +133,31 @@ def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, 
         )
 
 
-def eval_source(
+def prompt_renderer(
     run: BoundRun,
-    settings: BoundEvalSet,
+    keys: DataConfig | BoundEvalSet,
     tokenizer: PreTrainedTokenizerBase,
-    images: ImageProcessor | None,
-    videos: VideoReader | None,
+    media: MediaRenderer | None,
+    max_prompt_len: int | None,
+) -> PromptRenderer:
+    return PromptRenderer(
+        tokenizer,
+        input_key=keys.input_key,
+        label_key=keys.label_key,
+        metadata_key=keys.metadata_key,
+        tool_key=keys.tool_key,
+        media=media,
+        apply_chat_template=keys.apply_chat_template,
+        apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
+        max_prompt_len=max_prompt_len,
+    )
+
+
+def eval_source(
+    run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase, media: MediaRenderer | None
 ) -> DataSource:
     """An evaluation set is read by the same kind of source as the training data, in order."""
-    renderer = PromptRenderer(
-        tokenizer,
-        input_key=settings.input_key,
-        label_key=settings.label_key,
-        metadata_key=settings.metadata_key,
-        tool_key=settings.tool_key,
-        image_key=run.config.data.multimodal_keys.get("image"),
-        images=images,
-        video_key=run.config.data.multimodal_keys.get("video"),
-        videos=videos,
-        apply_chat_template=settings.apply_chat_template,
-        apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
-        max_prompt_len=settings.max_prompt_len,
-    )
+    renderer = prompt_renderer(run, settings, tokenizer, media, settings.max_prompt_len)
     where = f"eval.datasets.{settings.name}"
     files = run.registry.resolve(groups.SOURCES, EVAL_SOURCE, where=where)
     try:

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from slime_core.atomic_io.json_text import json_text
+from slime_core.contracts.media import MediaRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
-from slime_models.row_images import Kind, row_images, row_videos, with_images
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
-    from slime_models.image_processor import ImageProcessor
-    from slime_models.video_reader import VideoReader
-
-TokenIds: TypeAlias = npt.NDArray[np.int32]
 RESERVED_TEMPLATE_KWARGS: Final = frozenset(
     {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
 )
 """What the renderer decides itself when it calls the template."""
-VIDEO_MARK: Final = "<|vision_start|><|video_pad|><|vision_end|>"
-"""What templates of the Qwen-VL family write for a video."""
 
 
 class PromptRenderer:
@@ -40,9 +32,7 @@ class PromptRenderer:
     The input key and, if set, the label key must be in every row; metadata and tools are optional. Tools are a list
     or its JSON text, and are kept in the prompt's metadata too.
 
-    Images (with `image_key`) go where `<image>` stands in the messages, or where the model's image token stands in a
-    whole prompt; in the token ids that token is repeated for each of an image's features. `Prompt.text` has it once. Videos
-    (with `video_key`) go where `<video>` or the video token stands, once for each two frames with their time before it.
+    `media` puts images and the like where they belong in messages, text and tokens.
     """
 
     def __init__(
@@ -53,10 +43,7 @@ class PromptRenderer:
         label_key: str | None = None,
         metadata_key: str = "metadata",
         tool_key: str = "tools",
-        image_key: str | None = None,
-        images: ImageProcessor | None = None,
-        video_key: str | None = None,
-        videos: VideoReader | None = None,
+        media: MediaRenderer | None = None,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_len: int | None = None,
@@ -67,10 +54,7 @@ class PromptRenderer:
         self._label_key = label_key
         self._metadata_key = metadata_key
         self._tool_key = tool_key
-        self._image_key = image_key
-        self._images = images
-        self._video_key = video_key
-        self._videos = videos
+        self._media = media
         self._apply_chat_template = apply_chat_template
         self._template_kwargs = dict(apply_chat_template_kwargs or {})
         if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self._template_kwargs.keys()):
@@ -94,18 +78,14 @@ class PromptRenderer:
         json_text(label, f"{origin}: the label")
         json_text(metadata, f"{origin}: the metadata")
         messages = None
-        pictures = () if self._image_key is None else row_images(row, self._image_key, origin, folder)
-        clips: tuple[Image, ...] = ()
-        if self._video_key is not None and self._videos is not None:
-            clips = row_videos(row, self._video_key, origin, folder, self._videos)
+        images: tuple[Image, ...] = ()
+        if self._media is not None:
+            images = self._media.read(row, origin, folder)
         text = value
         if self._apply_chat_template:
             messages = self._messages(value, origin)
-            held: dict[Kind, int] = {} if self._image_key is None else {"image": len(pictures)}
-            if self._videos is not None:
-                held["video"] = len(clips)
-            if held:
-                messages = with_images(messages, held, origin)
+            if self._media is not None:
+                messages = self._media.place(messages, images, origin)
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
@@ -114,9 +94,11 @@ class PromptRenderer:
             )
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
-        if self._videos is not None:
-            text = with_times(text, clips, origin)
-        token_ids, pictures = self._with_features(self._token_ids(text, origin), pictures, clips, origin)
+        if self._media is not None:
+            text = self._media.mark(text, images, origin)
+        token_ids = self._token_ids(text, origin)
+        if self._media is not None:
+            token_ids, images = self._media.expand(token_ids, images, origin)
         return Prompt(
             group_index=group_index,
             text=text,
@@ -125,7 +107,7 @@ class PromptRenderer:
             messages=messages,
             tools=tools,
             metadata=metadata,
-            images=pictures,
+            images=images,
             origin=origin,
         )
 
@@ -194,36 +176,7 @@ class PromptRenderer:
         assert isinstance(text, str)
         return text
 
-    def _with_features(
-        self, token_ids: TokenIds, images: tuple[Image, ...], videos: tuple[Image, ...], origin: str
-    ) -> tuple[TokenIds, tuple[Image, ...]]:
-        """The ids with the token of each image as often as it has features, and images and videos with their places, in the
-        order of these."""
-        if self._images is None:
-            return token_ids, images
-        is_place = np.zeros(len(token_ids), np.bool_)
-        found: list[tuple[int, Image]] = []
-        for kind, shown, token_id in (
-            ("images", images, self._images.token_id),
-            ("videos", videos, self._images.video_token_id),
-        ):
-            at = (
-                np.flatnonzero(token_ids == token_id) if shown or kind == "images" or self._videos else np.empty(0, int)
-            )
-            if len(at) != sum(one.num_places for one in shown):
-                token = self._tokenizer.convert_ids_to_tokens(token_id)
-                raise DataError(
-                    f"{origin}: {len(shown)} {kind}, and {len(at)} times {token} in the prompt: the template, or the "
-                    f"prompt where there is none, must write it once for each {kind.removesuffix('s')}"
-                )
-            is_place[at] = True
-            first = np.cumsum([0, *(one.num_places for one in shown)])
-            found += [(int(at[number]), one) for number, one in zip(first, shown, strict=False)]
-        ordered = [one for _, one in sorted(found, key=lambda it: it[0])]
-        counted = [replace(image, num_tokens=self._images.num_tokens(image)) for image in ordered]
-        return with_features(token_ids, is_place, counted)
-
-    def _token_ids(self, text: str, origin: str) -> TokenIds:
+    def _token_ids(self, text: str, origin: str) -> npt.NDArray[np.int32]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -232,35 +185,6 @@ class PromptRenderer:
         if not len(token_ids):
             raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
         return token_ids
-
-
-def with_features(
-    token_ids: TokenIds, is_place: npt.NDArray[np.bool_], images: Sequence[Image]
-) -> tuple[TokenIds, tuple[Image, ...]]:
-    """The ids with the token at each place, `Image.num_places` of an image, as often as features stand there; and the images
-    with their places in that."""
-    repeats = np.ones(len(token_ids), np.int64)
-    repeats[is_place] = [image.num_tokens // image.num_places for image in images for _ in range(image.num_places)]
-    starts = iter((np.cumsum(repeats) - repeats)[is_place].tolist())
-    placed = tuple(replace(image, places=tuple(islice(starts, image.num_places))) for image in images)
-    return np.repeat(token_ids, repeats), placed
-
-
-def with_times(text: str, videos: Sequence[Image], origin: str) -> str:
-    """Each video's mark in the text once for every two frames, with their time before it, as models of the Qwen3-VL family
-    have learnt it."""
-    pieces = text.split(VIDEO_MARK)
-    if len(pieces) - 1 != len(videos):
-        raise DataError(
-            f"{origin}: {len(videos)} videos, and {len(pieces) - 1} times {VIDEO_MARK} in the prompt: the template, or the "
-            "prompt where there is none, must write it once for each video"
-        )
-    return pieces[0] + "".join(timed_mark(video) + piece for video, piece in zip(videos, pieces[1:], strict=True))
-
-
-def timed_mark(video: Image) -> str:
-    """What stands for a video in the text."""
-    return "".join(f"<{second:.1f} seconds>{VIDEO_MARK}" for second in video.seconds)
 
 
 def _shown(value: Any, length: int = 60) -> str:

@@ -73,8 +73,18 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
     groups.LAUNCHERS: {"slime-ray": ("ray",)},
     groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
+    groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
+    groups.COMMANDS: {
+        "slime-models": ("convert", "models"),
+        "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
+        "slime-preflight": ("config", "doctor", "plan"),
+        "slime-viewer": ("view",),
+    },
 }
-"""Group to distribution to the names that it registers."""
+"""Group to distribution, or extra of the kernel's own, to the names that it registers."""
+
+MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
+"""Packages that have left the kernel, and where they went. Their old names work until 0.3."""
 
 HEAVY_MODULES: Final = frozenset(
     {
@@ -106,5 +116,7 @@ def install_hint(group: str, name: str) -> str:
     wanted = name.replace("-", "_").lower()
     for dist, names in DISTRIBUTION_OF.get(group, {}).items():
         if wanted in names:
-            return f"{wanted} comes with {dist}: pip install {dist}"
+            # A shell would take the brackets for a pattern.
+            typed = f'"{dist}"' if "[" in dist else dist
+            return f"{wanted} comes with {dist}: pip install {typed}"
     return ""

@@ -52,8 +52,7 @@ async def start_engines(
         of_policy = specs.of_policy()
         engines, infos = await launcher.start_engines(of_policy)
         require_sleep(of_policy, infos)
-        if run.config.data.multimodal_keys:
-            require_images(of_policy, infos)
+        require_media(run, of_policy, infos)
         require_experts(of_policy, infos)
         client = client_of(run, engines, middlewares)
     if run.teacher is not None:
@@ -93,13 +92,13 @@ def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
     return built
 
 
-def require_images(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
+def require_media(run: BoundRun, specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
     """EngineError for an engine that could not be given a prompt of this run."""
     for spec, info in zip(specs, infos, strict=True):
-        if Capability.IMAGES not in info.capabilities:
+        if missing := [part.driver.needs for part in run.media if part.driver.needs not in info.capabilities]:
             raise EngineError(
-                f"engine {spec.setup.index} takes no images with the model {spec.setup.model_path} (data.multimodal_keys). Use "
-                "another engine, or another model."
+                f"engine {spec.setup.index} takes no {' and no '.join(missing)} with the model {spec.setup.model_path} "
+                "(data.multimodal_keys). Use another engine, or another model."
             )
 
 

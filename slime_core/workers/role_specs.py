@@ -51,6 +51,7 @@ class RoleSpecs:
                 profile=profile,
                 transport=None if transport is None else transport.spec(),
                 engine_format=engine_format,
+                media=run.media[0].spec() if run.media else None,
                 setup=TrainerSetup(
                     role=role.name,
                     rank=rank,

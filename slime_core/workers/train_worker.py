@@ -16,6 +16,7 @@ import torch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.config.part import PartSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
+from slime_core.contracts.media import Media, MediaPacker
 from slime_core.contracts.optimizer import ChosenOptimizer
 from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
@@ -28,8 +29,6 @@ from slime_core.workers.buckets import buckets_of
 from slime_core.workers.engine_format import EngineFormat, converted
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.profile import Profile, ProfilePlan
-from slime_models.image_processor import ImageProcessor
-from slime_models.pack_images import PixelCache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +51,8 @@ class TrainWorkerSpec:
     engine_format: EngineFormat | None = None
     """How the engines hold them; None: as they are trained."""
     sender: SenderSetup | None = None
+    media: PartSpec | None = None
+    """A modality of the run, whose driver builds what serves all of them."""
 
 
 class TrainWorker:
@@ -69,7 +70,10 @@ class TrainWorker:
             chosen = ChosenOptimizer(driver=optimizer.driver, options=optimizer.config)
             setup = replace(setup, chosen_optimizer=chosen)
         self._setup = setup
-        self._pixels = PixelCache(lambda: ImageProcessor(setup.model_path, trust_remote_code=setup.trust_remote_code))
+        self._pixels: MediaPacker | None = None
+        if spec.media is not None:
+            media: Media = spec.agreement.resolve(spec.media, registry).build()
+            self._pixels = media.packer(setup.model_path, trust_remote_code=setup.trust_remote_code)
         self._sender: WeightSender | None = None
         if spec.transport is not None:
             transport = spec.agreement.resolve(spec.transport, registry)

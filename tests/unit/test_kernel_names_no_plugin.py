@@ -13,6 +13,8 @@ EXEMPT = ("registry/install_hints.py", "controller/earlier_names.py")
 PLAIN_WORDS = {
     "adam",
     "clip",
+    "config",
+    "convert",
     "delta",
     "direct",
     "disk",
@@ -20,10 +22,14 @@ PLAIN_WORDS = {
     "files",
     "group_baseline",
     "hf",
+    "image",
     "length",
     "local",
     "math",
     "mis",
+    "models",
+    "new",
+    "plan",
     "priority",
     "random",
     "record",
@@ -36,6 +42,8 @@ PLAIN_WORDS = {
     "sums",
     "tis",
     "value",
+    "video",
+    "view",
 }
 # What plugins wrap, and what users call them.
 WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}
@@ -43,7 +51,8 @@ WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr
 
 def forbidden():
     names = {name for dists in DISTRIBUTION_OF.values() for names in dists.values() for name in names}
-    dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists}
+    # An extra is the kernel's own.
+    dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists if "[" not in dist}
     return (names - PLAIN_WORDS) | dists | {dist.replace("-", "_") for dist in dists} | WRAPPED
 
 

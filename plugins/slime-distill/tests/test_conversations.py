@@ -20,6 +20,7 @@ from slime_core.errors import DataError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.image import Image
 from slime_core.types.sample import Status
+from slime_models.media.renderer import QwenVlRenderer
 from slime_sources.config import FilesConfig
 from slime_sources.files import FilesSource
 
@@ -34,15 +35,16 @@ def collected(part, tmp_path):
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings = DataConfig(**(data or {}))
+        media = None
+        if images is not None:
+            video_key = None if videos is None else "clips"
+            media = QwenVlRenderer(tokenizer, images, image_key="images", video_key=video_key, videos=videos)
         renderer = PromptRenderer(
             tokenizer,
             input_key="input",
             label_key=settings.label_key,
             apply_chat_template=settings.apply_chat_template,
-            image_key=None if images is None else "images",
-            images=images,
-            video_key=None if videos is None else "clips",
-            videos=videos,
+            media=media,
         )
         source = FilesSource(FilesConfig(prompt_data=str(path)), renderer, seed=0)
         buffer = DataBuffer(source, PopFirstFilter())
@@ -120,7 +122,7 @@ def test_the_last_turn_alone(collected, tokenizer):
 
 
 class Squares:
-    """As `slime_models.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
+    """As `slime_models.media.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
 
     token_id, video_token_id = 2, -1
 
@@ -169,7 +171,7 @@ def test_images_are_seen_wherever_they_stand_and_never_learnt(collected, tokeniz
 
 
 class Halves:
-    """As `slime_models.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
+    """As `slime_models.media.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
 
     def read_file(self, data, name):
         return Image(data=data, name=name, frames=4, seconds=(0.25, 1.25))

@@ -37,8 +37,8 @@ from slime_core.types.batch import TokenColumns
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.plugin import Fsdp
-from slime_models.image_processor import ImageProcessor
-from slime_models.pack_images import PixelCache
+from slime_models.media.image_processor import ImageProcessor
+from slime_models.media.pack_images import PixelCache
 from slime_plugin_kit.tiny_vision import image_batch, image_samples, make_tiny_vision_model
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

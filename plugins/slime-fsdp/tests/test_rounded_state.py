@@ -67,6 +67,7 @@ def test_gradients_of_micro_batches_are_added_in_float32(begin, pack, samples, s
     assert all_of_them == pytest.approx(one * (1 + 32 / 512), rel=3e-3)
 
 
+@pytest.mark.bits
 def test_resume_gives_the_same_bits(begin, weights_of, train, tmp_path):
     straight = begin(ALL)
     train(straight, 2)

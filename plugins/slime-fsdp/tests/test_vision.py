@@ -13,8 +13,8 @@ from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
 from slime_fsdp.backend import FsdpBackend
 from slime_fsdp.config import FsdpConfig
-from slime_models.image_processor import ImageProcessor
-from slime_models.pack_images import PixelCache
+from slime_models.media.image_processor import ImageProcessor
+from slime_models.media.pack_images import PixelCache
 from slime_plugin_kit.tiny_vision import (
     IMAGE_TOKEN,
     image_batch,
@@ -141,6 +141,7 @@ def test_gradients_are_those_of_samples_alone(folder, processor, samples):
     backend.close()
 
 
+@pytest.mark.bits
 def test_values_and_their_gradients_are_those_of_samples_alone(folder, processor, samples, tmp_path):
     backend = backend_of(folder, head="value")
     backend.save_hf(tmp_path / "critic")

@@ -13,7 +13,7 @@ from slime_core.errors import EngineRefused
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_local.config import LocalConfig
 from slime_local.engine import LocalEngine
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
 from slime_plugin_kit.tiny_model import buckets_of, make_tiny_model, moved
 from slime_plugin_kit.tiny_vision import (
     MAX_LENGTH,

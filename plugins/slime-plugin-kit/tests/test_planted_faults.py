@@ -172,6 +172,15 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         # Sorted, all seeds give one order.
         "sorts_chunks": {"draws_do_not_depend_on_how_many_are_taken", "another_seed_gives_another_order"},
     },
+    "media": {
+        "sees": set(),
+        "needs_a_word": {"it_says_what_engines_must_offer"},
+        "shifts_places": {"an_image_has_its_places", "pixels_fit_the_tokens"},
+        "leaves_one_out": {"pixels_fit_the_tokens"},
+        "greets": {"rows_without_media_are_text"},
+        "renames": {"renders_the_same_twice"},
+        "raises_as_it_comes": {"damaged_media_are_told"},
+    },
     "middlewares": {
         "passes": set(),
         "reseeds": {"requests_and_completions_pass_through", "requests_keep_apart"},

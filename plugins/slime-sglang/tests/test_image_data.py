@@ -14,7 +14,7 @@ from engine_setup import setup_for
 
 from slime_core.errors import EngineRefused
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import IMAGE_TOKEN, image_prompt, make_tiny_vision_model, noise
 from slime_sglang.generation import Running

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from slime_core.contracts.media import MediaRenderer
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
+from slime_core.types.image import Image
 
 TOOLS = [{"name": "search"}, {"name": "run"}]
 
@@ -126,3 +131,69 @@ def test_the_maximum_length_counts_the_rendered_tokens(tokenizer):
     assert not renderer.accepts(render(renderer, input="123"))
     assert not renderer.accepts(render(renderer, input=[{"role": "user", "content": "123"}]))
     assert PromptRenderer(tokenizer).accepts(render(renderer, input="1" * 1000))
+
+
+class Marks(MediaRenderer):
+    """Each letter of the column "pics" is a picture, which stands as `#` in the text, and as three tokens."""
+
+    def __init__(self):
+        self.folders = []
+
+    def read(self, row, origin, folder):
+        self.folders.append(folder)
+        return tuple(Image(data=letter.encode(), name=origin) for letter in row.get("pics", ""))
+
+    def place(self, messages, images, origin):
+        return [message | {"content": message["content"] + "@" * len(images)} for message in messages]
+
+    def mark(self, text, images, origin):
+        return text.replace("@", "#")
+
+    def expand(self, token_ids, images, origin):
+        is_place = token_ids == ord("#")
+        places = iter((np.flatnonzero(is_place) + 2 * np.arange(is_place.sum())).tolist())
+        placed = tuple(replace(image, places=(next(places),), num_tokens=3) for image in images)
+        return np.repeat(token_ids, np.where(is_place, 3, 1)), placed
+
+
+def test_media_are_put_into_messages_text_and_tokens(tokenizer, tmp_path):
+    media = Marks()
+    renderer = PromptRenderer(tokenizer, media=media, apply_chat_template=True)
+    row = {"input": "hi", "pics": "xy"}
+    prompt = renderer.render(row, group_index=0, origin="train.jsonl, line 3", folder=tmp_path)
+    assert media.folders == [tmp_path]
+    assert prompt.messages == [{"role": "user", "content": "hi@@"}]
+    assert prompt.text == "<user>hi##<assistant>"
+    assert prompt.token_ids.tolist() == ids("<user>hi######<assistant>")
+    assert [(image.data, image.name, image.places) for image in prompt.images] == [
+        (b"x", "train.jsonl, line 3", (8,)), (b"y", "train.jsonl, line 3", (11,)),
+    ]  # fmt: skip
+    # Without the template a whole prompt has its marks already.
+    whole = render(PromptRenderer(tokenizer, media=media), input="a@b", pics="x")
+    assert (whole.messages, whole.text, whole.token_ids.tolist()) == (None, "a#b", ids("a###b"))
+
+
+TEXT_ALONE = """
+import sys
+from pathlib import Path
+
+sys.modules |= dict.fromkeys(["slime_models", "PIL", "av"])
+import slime_core.controller.run_inputs
+import slime_core.workers.train_worker
+from slime_core.data.model_folder import load_tokenizer
+from slime_core.data.render import PromptRenderer
+
+renderer = PromptRenderer(load_tokenizer(Path(sys.argv[1]), trust_remote_code=False), apply_chat_template=True)
+print(renderer.render({"input": "1+1"}, group_index=0, origin="").token_ids.tolist())
+assert not [name for name in sys.modules if name.startswith("slime_models.")]
+"""
+
+
+def test_text_needs_nothing_that_makes_images(tokenizer, tmp_path):
+    """Their imports fail there, as where they are not installed."""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-c", TEXT_ALONE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ids("<user>1+1<assistant>")

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from slime_core.errors import EngineRefused
 from slime_core.types.completion import GenerateRequest
 from slime_core.types.image import Image
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
 
 MODEL_TYPES: Final = frozenset({"qwen3_vl"})
 """Of config.json."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from slime_core.errors import ModelError
 from slime_models.new_model import ModelSizes, character_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3VLConfig
 
 IMAGE: Final = "<|image_pad|>"
 VIDEO: Final = "<|video_pad|>"
@@ -58,19 +61,34 @@ def new_vision_model(
     ModelError if the folder exists.
     """
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers import Qwen3VLForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
 
     if folder.exists():
         raise ModelError(f"{folder}: exists already. Remove it, or give another name.")
     tokenizer = character_tokenizer(alphabet, [IMAGE, VIDEO, START, END, *tokens])
     tokenizer.chat_template = chat_template
+    config = vision_config(sizes, vision, tokenizer, initializer_range)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.float32)
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_processors(folder, vision)
+    return int(model.num_parameters())
+
+
+def vision_config(
+    sizes: ModelSizes, vision: VisionSizes, tokenizer: PreTrainedTokenizerFast, initializer_range: float
+) -> Qwen3VLConfig:
+    """The sizes as transformers' config of a Qwen3-VL, with the token ids of `tokenizer`."""
+    from transformers import Qwen3VLConfig
+
     head_dim = sizes.hidden_size // sizes.num_heads
     # Frequencies are dealt out to time, height and width in turn; the rest is time's.
     section = head_dim // 6
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": sizes.hidden_size,
@@ -110,26 +128,22 @@ def new_vision_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.float32)
-    disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        patch_size=vision.patch_size,
-        temporal_patch_size=2,
-        merge_size=2,
-        size={"shortest_edge": (2 * vision.patch_size) ** 2, "longest_edge": vision.max_pixels},
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    ).save_pretrained(folder)
-    Qwen3VLVideoProcessor(
-        patch_size=vision.patch_size,
-        temporal_patch_size=2,
-        merge_size=2,
-        size={"shortest_edge": (2 * vision.patch_size) ** 2, "longest_edge": 8 * vision.max_pixels},
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    ).save_pretrained(folder)
-    return int(model.num_parameters())
+
+
+def save_processors(folder: Path, vision: VisionSizes) -> None:
+    """Writes what says how images and videos become pixels: patches of two frames, four of which are a token."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    for processor, max_pixels in (
+        (Qwen2VLImageProcessorPil, vision.max_pixels),
+        (Qwen3VLVideoProcessor, 8 * vision.max_pixels),
+    ):
+        processor(
+            patch_size=vision.patch_size,
+            temporal_patch_size=2,
+            merge_size=2,
+            size={"shortest_edge": (2 * vision.patch_size) ** 2, "longest_edge": max_pixels},
+            image_mean=[0.5, 0.5, 0.5],
+            image_std=[0.5, 0.5, 0.5],
+        ).save_pretrained(folder)

@@ -129,6 +129,19 @@ SOURCES: Final = Kind(
     ),
 )
 
+MEDIA: Final = Kind(
+    name="media",
+    holds=registered_in(groups.MEDIA),
+    properties=(
+        prop("it_says_what_engines_must_offer", "its `needs` is a Capability"),
+        prop("an_image_has_its_places", "as many equal tokens stand at an image's places as it has features"),
+        prop("pixels_fit_the_tokens", "packed, these tokens stand for the features, each once, and no others do"),
+        prop("rows_without_media_are_text", "a row without any has the tokens that it has in a run of text"),
+        prop("renders_the_same_twice", SAME_TWICE),
+        prop("damaged_media_are_told", "what cannot be decoded is a DataError that begins with the row"),
+    ),
+)
+
 MIDDLEWARES: Final = Kind(
     name="middlewares",
     holds=registered_in(groups.MIDDLEWARES),

@@ -20,10 +20,10 @@ from slime_core.types.batch import Batch
 from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
-from slime_models.image_processor import ImageProcessor, Pixels
+from slime_models.media.image_processor import ImageProcessor, Pixels
+from slime_models.media.video_reader import VideoReader
 from slime_models.new_model import ModelSizes
 from slime_models.new_vision_model import VisionSizes, new_vision_model
-from slime_models.video_reader import VideoReader
 from slime_plugin_kit.tiny_model import ALPHABET
 
 MAX_LENGTH: Final = 256

@@ -151,6 +151,15 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         by_chance="BY_CHANCE",
         sorts_chunks="SORTS_CHUNKS",
     ),
+    "slime.media": named(
+        sees="Sees",
+        needs_a_word="NEEDS_A_WORD",
+        shifts_places="SHIFTS_PLACES",
+        leaves_one_out="LEAVES_ONE_OUT",
+        greets="GREETS",
+        renames="RENAMES",
+        raises_as_it_comes="RAISES_AS_IT_COMES",
+    ),
     "slime.middlewares": named(
         passes="Passes",
         reseeds="Reseeds",

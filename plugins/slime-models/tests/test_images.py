@@ -23,8 +23,9 @@ from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
 from slime_core.types import Prompt, Sample, SampleGroup
 from slime_core.types.batch import TokenColumns
-from slime_models.image_processor import ImageProcessor
-from slime_models.pack_images import PixelCache
+from slime_models.media.image_processor import ImageProcessor
+from slime_models.media.pack_images import PixelCache
+from slime_models.media.qwen_vl import QwenVl
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import make_tiny_vision_model, noise
 from slime_sources.plugin import Files
@@ -40,12 +41,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def renderer(folder):
-    return PromptRenderer(
-        load_tokenizer(folder, trust_remote_code=False),
-        image_key="images",
-        images=ImageProcessor(folder),
-        apply_chat_template=True,
-    )
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    media = QwenVl().renderer(folder, tokenizer, {"image": "images"}, trust_remote_code=False)
+    return PromptRenderer(tokenizer, media=media, apply_chat_template=True)
 
 
 def jpeg(size, orientation=None, cut=None):

@@ -23,11 +23,11 @@ from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
 from slime_core.types import Sample, SampleGroup
 from slime_core.types.batch import TokenColumns
-from slime_models.image_processor import ImageProcessor
+from slime_models.media.image_processor import ImageProcessor
+from slime_models.media.pack_images import PixelCache
+from slime_models.media.qwen_vl import QwenVl
 from slime_models.new_model import ModelSizes
 from slime_models.new_vision_model import VisionSizes, new_vision_model
-from slime_models.pack_images import PixelCache
-from slime_models.video_reader import VideoReader
 from slime_plugin_kit.tiny_vision import noise
 from slime_sources.plugin import Files
 
@@ -52,15 +52,11 @@ def processor(folder):
 
 
 @pytest.fixture(scope="module")
-def renderer(folder, processor):
-    return PromptRenderer(
-        load_tokenizer(folder, trust_remote_code=False),
-        image_key="images",
-        images=processor,
-        video_key="clips",
-        videos=VideoReader(folder, processor),
-        apply_chat_template=True,
-    )
+def renderer(folder):
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    columns = {"image": "images", "video": "clips"}
+    media = QwenVl().renderer(folder, tokenizer, columns, trust_remote_code=False)
+    return PromptRenderer(tokenizer, media=media, apply_chat_template=True)
 
 
 def film(count, *, fps=4, size=(16, 8), codec="ffv1", form="matroska"):

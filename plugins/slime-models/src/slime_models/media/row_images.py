@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from slime_core.errors import DataError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message
-from slime_models.image_processor import read_image
+from slime_models.media.image_processor import read_image
 
 if TYPE_CHECKING:
-    from slime_models.video_reader import VideoReader
+    from slime_models.media.video_reader import VideoReader
 
 Kind: TypeAlias = Literal["image", "video"]
 PLACEHOLDERS: Final[Mapping[str, Kind]] = {"<image>": "image", "<video>": "video"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class ImageProcessor:
             )
         if not (folder / FILE).is_file() and not (folder / "processor_config.json").is_file():
             raise ModelError(f"{folder}: no {FILE} in it, which says how images become pixels. Copy it there.")
+        if importlib.util.find_spec("PIL") is None:
+            raise ModelError('images are decoded by Pillow, which is not installed: pip install "slime-rl[images]"')
         # The name that transformers exports asks for torchvision; without it, this one takes the processor made with PIL.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 

@@ -12,7 +12,7 @@ import numpy as np
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import DataError, ModelError
 from slime_core.types.image import Image
-from slime_models.image_processor import ImageProcessor, opened, read_image
+from slime_models.media.image_processor import ImageProcessor, opened, read_image
 
 if TYPE_CHECKING:
     import PIL.Image

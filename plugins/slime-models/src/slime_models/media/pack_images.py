@@ -12,17 +12,18 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from slime_core.contracts.media import MediaPacker
 from slime_core.errors import DataError
 from slime_core.types.batch import Batch, Int64
 from slime_core.types.image import Image
 from slime_core.types.microbatch import MicroImages
-from slime_models.image_processor import ImageProcessor, Pixels
+from slime_models.media.image_processor import ImageProcessor, Pixels
 
 CACHE_BYTES: Final = 2 << 30
 
 
-class PixelCache:
-    """Pixels of the images that were wanted last: scoring and training of a step want the same ones."""
+class PixelCache(MediaPacker):
+    """Keeps the pixels of the images that were used last: scoring and training of a step use the same ones."""
 
     def __init__(self, load: Callable[[], ImageProcessor], *, limit: int = CACHE_BYTES) -> None:
         """`load` is called when the first image comes."""
@@ -49,34 +50,30 @@ class PixelCache:
         self._held.move_to_end(data)
         return found
 
-
-def pack_images(batch: Batch, samples: Int64, cache: PixelCache | None) -> MicroImages | None:
-    """Of these samples, packed in this order. None if they have no images. DataError if a prompt's image tokens are not
-    as many as its images have features."""
-    images = batch.images
-    if images is None or not images.counts[samples].any():
-        return None
-    if cache is None:
-        raise ValueError("a batch with images needs the image processor of the model's folder")
-    pixels: dict[int, Pixels] = {}
-    first: dict[int, int] = {}
-    features = 0
-    of_tokens = []
-    for sample in samples.tolist():
-        seen = []
-        for number, places in zip(images.of_sample(sample).tolist(), images.places_of(sample), strict=True):
-            if number not in pixels:
-                pixels[number] = cache.pixels(images.image(number))
-                first[number] = features
-                features += pixels[number].num_tokens
-            rows = first[number] + np.arange(pixels[number].num_tokens)
-            seen.append(Seen(rows, places, cache.processor.token_of(images.image(number))))
-        of_tokens.append(token_features(batch, sample, seen, cache.processor.token_id))
-    return MicroImages(
-        pixel_values=torch.from_numpy(np.concatenate([image.values for image in pixels.values()])),
-        grid_thw=torch.from_numpy(np.concatenate([image.grids for image in pixels.values()])),
-        feature_of_token=torch.from_numpy(np.concatenate(of_tokens)),
-    )
+    def pack(self, batch: Batch, samples: Int64) -> MicroImages | None:
+        """DataError if a prompt's image tokens are not as many as its images have features."""
+        images = batch.images
+        if images is None or not images.counts[samples].any():
+            return None
+        pixels: dict[int, Pixels] = {}
+        first: dict[int, int] = {}
+        features = 0
+        of_tokens = []
+        for sample in samples.tolist():
+            seen = []
+            for number, places in zip(images.of_sample(sample).tolist(), images.places_of(sample), strict=True):
+                if number not in pixels:
+                    pixels[number] = self.pixels(images.image(number))
+                    first[number] = features
+                    features += pixels[number].num_tokens
+                rows = first[number] + np.arange(pixels[number].num_tokens)
+                seen.append(Seen(rows, places, self.processor.token_of(images.image(number))))
+            of_tokens.append(token_features(batch, sample, seen, self.processor.token_id))
+        return MicroImages(
+            pixel_values=torch.from_numpy(np.concatenate([image.values for image in pixels.values()])),
+            grid_thw=torch.from_numpy(np.concatenate([image.grids for image in pixels.values()])),
+            feature_of_token=torch.from_numpy(np.concatenate(of_tokens)),
+        )
 
 
 class Seen(NamedTuple):
