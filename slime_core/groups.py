@@ -18,6 +18,8 @@ MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
+LAUNCHERS: Final = "slime.launchers"
+OPTIMIZERS: Final = "slime.optimizers"
 MEDIA: Final = "slime.media"
 COMMANDS: Final = "slime.commands"
 """Subcommands of `slime`; an entry is a `typer.Typer`."""
@@ -41,6 +43,8 @@ DRIVER_GROUPS: Final = (
     TRANSPORTS,
     TRACKERS,
     CONVERTERS,
+    LAUNCHERS,
+    OPTIMIZERS,
     MEDIA,
 )
 
@@ -61,6 +65,8 @@ NOUNS: Final = {
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
     CONVERTERS: "converter",
+    LAUNCHERS: "launcher",
+    OPTIMIZERS: "optimizer",
     MEDIA: "modality",
     COMMANDS: "command",
     HOOKS: "hook module",

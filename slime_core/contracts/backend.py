@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.loss import Segments
+    from slime_core.contracts.optimizer import OptimizerDriver
     from slime_core.contracts.setup import RoutingReplay
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
@@ -150,8 +151,7 @@ class TrainBackend(ABC):
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:
         """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
-        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow. `slime_training.offload` does
-        both."""
+        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow."""
 
     @abstractmethod
     def wake(self, weights_only: bool = False) -> None:
@@ -191,6 +191,11 @@ class BackendDriver(Driver[TrainBackend]):
     def true_on_policy_problems(cls, config: Any) -> list[str]:
         """What keeps a trainer with these options from `TrainerSetup.true_on_policy`; empty if it can."""
         return ["this backend computes with kernels of its own"]
+
+    @classmethod
+    def optimizer_problems(cls, config: Any, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        """What keeps a trainer with these options from stepping with this optimizer; empty if it can."""
+        return []
 
     @classmethod
     def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

@@ -77,7 +77,7 @@ class TrainerLink(Protocol):
 
     def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """All ranks export; yields rank 0's buckets: the objects themselves in process, references to shared memory
-        under Ray. Either can be given to `EngineLink.each`."""
+        where they are in other processes. Either can be given to `EngineLink.each`."""
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
         """Every rank's sender sends; reports by rank."""

@@ -31,6 +31,8 @@ class Renames:
     became_plugins: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
     """Keys, by their new names, whose values were words of the kernel and are names of plugins now; `group:distribution/name`
     by value."""
+    options_of: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Keys that a table always had and that are options of one plugin now, by its name: another's table has them no longer."""
     continued: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Beginnings of versions, such as "0.1.", and distributions, by their old names: a run that began with them goes on with
     the version that is installed. Versions of other distributions must be equal."""
@@ -46,6 +48,8 @@ CONTINUED_0_1: Final = frozenset(
 )  # fmt: skip
 """What was released as 0.1, all at one version."""
 
+OPTIMIZERS_0_1: Final = {name: f"slime.optimizers:slime-training/{name}" for name in ("adam", "sgd")}
+
 RENAMES: Final = Renames(
     entries={
         "slime.sources:slime-core/files": "slime.sources:slime-sources/files",
@@ -54,7 +58,11 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys={},
     added={},
-    became_plugins={},
+    became_plugins={
+        ("train", "optimizer"): OPTIMIZERS_0_1,
+        ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,
+    },
+    options_of={("launcher", "address"): "ray", ("launcher", "num_cpus_per_worker"): "ray"},
     continued={"0.1.": CONTINUED_0_1},
 )
 
@@ -106,6 +114,10 @@ def config_today(config: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
                 tables = table_at(result, old[:-2])
                 assert tables is not None
                 del tables[old[-2]]
+    for path, name in renames.options_of.items():
+        table = table_at(result, path[:-1])
+        if table is not None and table.get("name") != name:
+            table.pop(path[-1], None)
     for path, value in renames.added.items():
         table = table_at(result, path[:-1])
         if table is not None:

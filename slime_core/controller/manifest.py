@@ -13,6 +13,7 @@ from typing import Any, Final
 from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
+from slime_core.config.roles import POLICY
 from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
 from slime_core.errors import PluginError
 
@@ -112,8 +113,12 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     if algo.critic_loss is not None:
         keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
     config["algo"] = table(algo.name, keys)
+    for role, part in run.optimizers.items():
+        of_role = config["train"] if role == POLICY else config["roles"][role]
+        of_role["optimizer"] = short_table(part)
     for role, part in run.role_backends.items():
         config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
+    config["launcher"] = run.config.launcher.model_dump(mode="json") | run.launcher.config.model_dump(mode="json")
     config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
     config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
     config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
@@ -123,6 +128,12 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
 
 def table(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) if name is None else {"name": name, **options}
+
+
+def short_table(part: Part) -> dict[str, Any] | str:
+    """Its name alone, if it has no options."""
+    options = part.config.model_dump(mode="json")
+    return table(part.name, options) if options else part.name
 
 
 def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
@@ -165,8 +176,8 @@ def identity(
 
 
 def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
-    """Without those that only write down or evaluate."""
-    return {where: name for where, name in plugins.items() if not where.startswith(("trackers", "eval"))}
+    """Without those that only write down or evaluate, and what starts the workers."""
+    return {where: name for where, name in plugins.items() if not where.startswith(("trackers", "eval", "launcher"))}
 
 
 def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) -> dict[str, Any]:
@@ -187,7 +198,9 @@ def replay_identity(manifest: Manifest) -> dict[str, Any]:
     """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
     plugins, the texts of single-file plugins and the fingerprint of the data."""
     others = {
-        "plugins": {where: name for where, name in manifest.plugins.items() if not where.startswith("trackers")},
+        "plugins": {
+            where: name for where, name in manifest.plugins.items() if not where.startswith(("trackers", "launcher"))
+        },
         "plugin_files": manifest.plugin_files,
         "training_data": manifest.data,
     }

@@ -71,6 +71,8 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+    groups.LAUNCHERS: {"slime-ray": ("ray",)},
+    groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
     groups.COMMANDS: {
         "slime-models": ("convert", "models"),
@@ -102,6 +104,11 @@ HEAVY_MODULES: Final = frozenset(
     }
 )
 """What the module that an entry point names may not import: only `build` may."""
+
+
+def known_names(group: str) -> frozenset[str]:
+    """Names of this group that known distributions register."""
+    return frozenset(name for names in DISTRIBUTION_OF.get(group, {}).values() for name in names)
 
 
 def install_hint(group: str, name: str) -> str:

@@ -114,3 +114,12 @@ def test_a_plugin_of_another_version_is_named_with_what_to_do(bound, tmp_path):
         f"plugins.{where}: 'slime.losses:slime-grpo/clip 0.0.1' -> 'slime.losses:slime-grpo/clip {__version__}'" in told
     )
     assert "A run goes on with the plugins that it began with: install those" in told
+
+
+@pytest.mark.parametrize(("launcher", "kept"), [("local", set()), ("ray", {"address", "num_cpus_per_worker"})])
+def test_keys_that_are_one_launchers_options_now_are_no_others(launcher, kept):
+    table = {"name": launcher, "address": None, "num_cpus_per_worker": 1.0, "device": "auto"}
+    content = {"config": {"launcher": table, "train": {"optimizer": "sgd"}}, "plugins": {}}
+    today = in_todays_names(content)
+    assert today["config"]["launcher"].keys() == {"name", "device"} | kept
+    assert today["plugins"] == {"train.optimizer sgd": f"slime.optimizers:slime-training/sgd {__version__}"}

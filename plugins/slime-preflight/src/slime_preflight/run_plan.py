@@ -65,7 +65,7 @@ def device_groups(run: BoundRun, target: Target, step: Step) -> Iterator[DeviceG
     launcher = run.config.launcher
     roles, engines, push = planned_roles(run, target, step), policy_engines(run, target), push_memory(run, target)
     # In one process everything stands on the first device; only with colocation does it take turns.
-    together = engines is not None and bool(roles) and (launcher.colocate or launcher.name == "local")
+    together = engines is not None and bool(roles) and (launcher.colocate or run.launcher.driver.single_process)
     for number, group in enumerate(roles):
         with_engines = launcher.colocate and not number
         offload = launcher.offload_train
@@ -140,7 +140,7 @@ def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
         fewer = train.max_tokens_per_gpu // 2
         changes: Mapping[str, Any] = {"max_tokens_per_gpu": fewer}
         yield flag_text(named, ("train", "max_tokens_per_gpu"), fewer), with_table(run, "train", changes)
-    if launcher.name == "ray":
+    if not run.launcher.driver.single_process:
         key, more = "actor_num_gpus_per_node", 2 * (run.num_ranks // launcher.actor_num_nodes)
         if more > launcher.num_gpus_per_node:
             key, more = "actor_num_nodes", 2 * launcher.actor_num_nodes

@@ -99,6 +99,7 @@ def planned_role(run: BoundRun, role: BoundRole, target: Target, step: Step) -> 
         head=role.head,
         copies=role.copies,
         optimizer=role.optimizer,
+        chosen_optimizer=role.chosen_optimizer,
         total_steps=1,
         seed=run.config.seed,
         trust_remote_code=run.config.model.trust_remote_code,
