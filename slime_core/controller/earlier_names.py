@@ -53,6 +53,7 @@ OPTIMIZERS_0_1: Final = {name: f"slime.optimizers:slime-training/{name}" for nam
 RENAMES: Final = Renames(
     entries={
         "slime.sources:slime-core/files": "slime.sources:slime-sources/files",
+        "slime.collectors:slime-core/pool": "slime.collectors:slime-sources/pool",
         "slime.collectors:slime-core/replay": "slime.collectors:slime-sources/replay",
     },
     distributions={"slime-core": "slime-rl"},

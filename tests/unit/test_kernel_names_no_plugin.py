@@ -30,6 +30,7 @@ PLAIN_WORDS = {
     "models",
     "new",
     "plan",
+    "pool",
     "priority",
     "random",
     "record",
