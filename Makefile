@@ -11,8 +11,10 @@ EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
 SINGLE := OMP_NUM_THREADS=1
+# What torch, oneDNN and MKL take for the most that the processor has.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo test suites test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
+.PHONY: venv demo record test suites test-bits test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
 
 venv: .venv/.run
 
@@ -50,6 +52,9 @@ demo: .venv/.run  ## Train the arithmetic model: the whole path on a laptop.
 # In the order of conftest.py: pytest-xdist's own, files with most tests first, leaves long runs of few tests for the end.
 FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+record: .venv/.test  ## What a user sees of this checkout, as text files: make record OUT=folder, then diff -r OTHER folder.
+	$(BIN)/python tests/recorder/record.py $(OUT)
+
 test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lint and types meanwhile.
 	$(MAKE) --jobs 3 lint types suites
 
@@ -62,6 +67,9 @@ test-examples: .venv/.test  ## Every example in short form: does it learn what i
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults
+
+test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
+	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang

@@ -18,7 +18,11 @@ MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
 CONVERTERS: Final = "slime.converters"
+LAUNCHERS: Final = "slime.launchers"
+OPTIMIZERS: Final = "slime.optimizers"
 MEDIA: Final = "slime.media"
+COMMANDS: Final = "slime.commands"
+"""Subcommands of `slime`; an entry is a `typer.Typer`."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -39,6 +43,8 @@ DRIVER_GROUPS: Final = (
     TRANSPORTS,
     TRACKERS,
     CONVERTERS,
+    LAUNCHERS,
+    OPTIMIZERS,
     MEDIA,
 )
 
@@ -59,7 +65,10 @@ NOUNS: Final = {
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",
     CONVERTERS: "converter",
+    LAUNCHERS: "launcher",
+    OPTIMIZERS: "optimizer",
     MEDIA: "modality",
+    COMMANDS: "command",
     HOOKS: "hook module",
 }
 """What messages call one entry of a group."""

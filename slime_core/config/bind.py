@@ -17,7 +17,7 @@ from slime_core.config.bound import BoundAlgo, BoundEngines, BoundReward, BoundR
 from slime_core.config.checks import cross_checks
 from slime_core.config.part import Part
 from slime_core.config.plugin_table import PluginTable
-from slime_core.config.roles import LOSS_KEYS
+from slime_core.config.roles import LOSS_KEYS, POLICY
 from slime_core.config.run import EngineRow, RunConfig
 from slime_core.config.trained_roles import with_roles
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
@@ -31,7 +31,10 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     binder = Binder(registry, base, list(problems))
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
-    role_backends = bind_role_backends(config, binder)
+    role_backends = bind_of_roles(config, binder, "backend", groups.BACKENDS)
+    optimizers = bind_of_roles(config, binder, "optimizer", groups.OPTIMIZERS)
+    if optimizer := binder.part(groups.OPTIMIZERS, config.train.optimizer, "train.optimizer"):
+        optimizers = {POLICY: optimizer, **optimizers}
     engine = binder.part(groups.ENGINES, config.engine, "engine")
     teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
@@ -44,6 +47,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
     )
     filters = bind_filters(config, algo, binder)
+    launcher = bind_launcher(config, binder)
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
     media = bind_media(config, binder)
@@ -51,45 +55,27 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # What eval.defaults says is bound for each set.
     binder.problems[:] = dict.fromkeys(binder.problems)
-    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter):
+    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter, launcher):
         raise ConfigError(binder.problems)
-    assert algo and backend and engine and source and generate and collector and buffer_filter  # noqa: PT018
-    run = with_roles(
-        BoundRun(
-            config=config,
-            registry=registry,
-            base=base,
-            algo=algo,
-            backend=backend,
-            engine=engine,
-            transport=transport,
-            source=source,
-            rewards=rewards,
-            generate=generate,
-            collector=collector,
-            buffer_filter=buffer_filter,
-            filters=filters,
-            trackers=trackers,
-            middlewares=middlewares,
-            media=media,
-            evals=evals,
-            teacher=teacher,
-            reward_model=reward_model,
-            role_backends=role_backends,
-        )
-    )
+    assert algo and backend and engine and source  # noqa: PT018
+    assert generate and collector and buffer_filter and launcher  # noqa: PT018
+    bound = BoundRun(
+        config=config, registry=registry, base=base, algo=algo, backend=backend, role_backends=role_backends,
+        optimizers=optimizers, engine=engine, transport=transport, source=source, rewards=rewards, generate=generate,
+        collector=collector, buffer_filter=buffer_filter, filters=filters, launcher=launcher, trackers=trackers,
+        middlewares=middlewares, media=media, evals=evals, teacher=teacher, reward_model=reward_model,
+    )  # fmt: skip
+    run = with_roles(bound)
     if contradictions := cross_checks(run):
         raise ConfigError(contradictions)
     return run
 
 
-def bind_role_backends(config: RunConfig, binder: Binder) -> dict[str, Part]:
-    """Those of roles that name one of their own."""
-    named = {role: getattr(config.roles, role).backend for role in LOSS_KEYS}
+def bind_of_roles(config: RunConfig, binder: Binder, key: str, group: str) -> dict[str, Part]:
+    """Those of roles that name one of their own; `key`: of the role's table."""
+    named = {role: getattr(getattr(config.roles, role), key) for role in LOSS_KEYS}
     bound = {
-        role: binder.part(groups.BACKENDS, table, f"roles.{role}.backend")
-        for role, table in named.items()
-        if table is not None
+        role: binder.part(group, table, f"roles.{role}.{key}") for role, table in named.items() if table is not None
     }
     return {role: part for role, part in bound.items() if part is not None}
 
@@ -107,6 +93,11 @@ def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | 
 def bind_data(config: RunConfig, binder: Binder) -> Part | None:
     table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
     return binder.part(groups.SOURCES, table, "data")
+
+
+def bind_launcher(config: RunConfig, binder: Binder) -> Part | None:
+    table = PluginTable.model_validate({"name": config.launcher.name, **(config.launcher.model_extra or {})})
+    return binder.part(groups.LAUNCHERS, table, "launcher")
 
 
 def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_core import groups
 from slime_core.config.algo import AlgoConfig
 from slime_core.config.part import Part
 from slime_core.config.roles import BoundRole, count_ranks
@@ -15,6 +16,7 @@ from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.registry import Entry, Registry
+from slime_core.registry.install_hints import known_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,8 @@ class BoundRun:
     """Folder of the run file."""
     algo: BoundAlgo
     backend: Part
+    optimizers: Mapping[str, Part]
+    """By role; of the policy, and of roles that name one of their own."""
     engine: Part
     transport: Part | None
     source: Part
@@ -178,6 +182,7 @@ class BoundRun:
     generate: Part
     collector: Part
     buffer_filter: Part
+    launcher: Part
     filters: tuple[Part, ...] = ()
     trackers: tuple[Part, ...] = ()
     middlewares: tuple[Part, ...] = ()
@@ -217,7 +222,7 @@ class BoundRun:
         return (
             self.backend, *self.role_backends.values(), self.engine, *served, *transport, *rewards, self.source,
             self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *self.media,
-            *evals, *self.algo.parts,
+            *evals, self.launcher, *self.optimizers.values(), *self.algo.parts,
         )  # fmt: skip
 
     @property
@@ -225,6 +230,12 @@ class BoundRun:
         """Of training and evaluation, each once."""
         rewards = [*self.rewards, *(reward for settings in self.evals for reward in settings.rewards)]
         return tuple({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
+
+    @property
+    def other_launchers(self) -> str:
+        """The flag that chooses another launcher, for messages: with those that are installed or can be."""
+        names = {entry.name for entry in self.registry.entries(groups.LAUNCHERS)} | known_names(groups.LAUNCHERS)
+        return f"--launcher {' or '.join(sorted(names - {self.launcher.entry.name}))}"
 
     @property
     def generates(self) -> bool:

@@ -16,7 +16,14 @@ from slime_core.config.engine_checks import (
     routing_replay,
     transport,
 )
-from slime_core.config.role_checks import asked_roles, losses_of_roles, needs, settings_without_role, teacher
+from slime_core.config.role_checks import (
+    asked_roles,
+    losses_of_roles,
+    needs,
+    optimizers,
+    settings_without_role,
+    teacher,
+)
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -40,6 +47,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         settings_without_role,
         losses_of_roles,
         needs,
+        optimizers,
         corrections,
         sampling,
         penalties,
@@ -52,7 +60,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         saved_aside,
     )
     # The layout comes last: a backend that looks at the model may import what takes seconds.
-    return [problem for check in checks for problem in check(run)] or [*local_launcher(run), *layout(run)]
+    return [problem for check in checks for problem in check(run)] or [*launcher(run), *layout(run)]
 
 
 def batch_arithmetic(run: BoundRun) -> list[str]:
@@ -282,13 +290,14 @@ def saved_aside(run: BoundRun) -> list[str]:
     ]
 
 
-def local_launcher(run: BoundRun) -> list[str]:
-    if run.config.launcher.name == "local" and run.num_ranks != 1:
-        return [
-            f'launcher.name = "local" runs one trainer rank in this process, but {run.num_ranks} were asked for: '
-            "say --launcher ray."
-        ]
-    return []
+def launcher(run: BoundRun) -> list[str]:
+    problems = list(run.launcher.driver.problems(run.launcher.config))
+    if run.launcher.driver.single_process and run.num_ranks != 1:
+        problems.append(
+            f'launcher.name = "{run.launcher.name}" runs one trainer rank in this process, but {run.num_ranks} were asked '
+            f"for: say {run.other_launchers}."
+        )
+    return problems
 
 
 def layout(run: BoundRun) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, Final
 from slime_core import groups
 from slime_core.config.flags import Flag, option_flags
 from slime_core.config.roles import LOSS_KEYS
+from slime_core.config.run import LauncherConfig
+from slime_core.config.train import TrainConfig
 from slime_core.contracts.algorithm import Recipe
 from slime_core.errors import PluginError
 from slime_core.registry import Registry
@@ -31,9 +33,15 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
     for role, table in as_table(tables.get("roles")).items():
         name = name_of(as_table(table).get("backend"))
         flags += finder.options(groups.BACKENDS, name, ("roles", role, "backend"), prefix=f"{role}-")
+        name = name_of(as_table(table).get("optimizer"))
+        flags += finder.options(groups.OPTIMIZERS, name, ("roles", role, "optimizer"), prefix=f"{role}-")
+    name = name_of(as_table(tables.get("train")).get("optimizer")) or TrainConfig().optimizer.name
+    flags += finder.options(groups.OPTIMIZERS, name, ("train", "optimizer"))
     flags += finder.options(groups.SOURCES, as_table(tables.get("data")).get("source", "files"), ("data",))
     engine = finder.find(groups.ENGINES, name_of(tables.get("engine")), "engine")
     preferred = engine.transports[:1] if engine is not None else ()
+    launcher = as_table(tables.get("launcher")).get("name", LauncherConfig().name)
+    flags += finder.options(groups.LAUNCHERS, launcher, ("launcher",))
     transport = as_table(tables.get("sync")).get("transport") or "".join(preferred)
     flags += finder.options(groups.TRANSPORTS, transport, ("sync",))
     recipe = finder.find(groups.ALGORITHMS, name_of(tables.get("algo")), "algo")
@@ -42,13 +50,15 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
 
 
 def absent_flags(registry: Registry) -> dict[str, list[str]]:
-    """Flags of the options of all installed backends, engines and transports, to what chooses each of these."""
+    """Flags of all installed backends, engines, transports, launchers and optimizers, to what chooses each of these."""
     finder = Finder(registry, strict=False)
     found: dict[str, list[str]] = {}
     for table, group, prefix in (
         ("backend", groups.BACKENDS, ""),
         ("engine", groups.ENGINES, "{name}-"),
         ("transport", groups.TRANSPORTS, ""),
+        ("launcher", groups.LAUNCHERS, ""),
+        ("optimizer", groups.OPTIMIZERS, ""),
     ):
         for name in sorted({entry.name for entry in registry.entries(group)}):
             for flag in finder.options(group, name, (table,), prefix=prefix.format(name=name)):

@@ -154,8 +154,8 @@ def engines_over_nodes(run: BoundRun) -> list[str]:
         if launcher.nodes_of(num_devices) == 1:
             continue
         asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
-        if launcher.name == "local":
-            problems.append(f"{asked}: an engine over several machines needs --launcher ray.")
+        if run.launcher.driver.single_process:
+            problems.append(f"{asked}: an engine over several machines needs {run.other_launchers}.")
         if not engine.driver.spans_nodes:
             problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
         if num_devices % launcher.num_gpus_per_node:

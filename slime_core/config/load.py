@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from slime_core.config.flags import AddedList, bare_type
-from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.errors import ConfigError
 from slime_core.registry.options import problem_line
@@ -46,22 +45,23 @@ def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], An
                 raise ConfigError(f"{'.'.join(path)}: {where} is not a table; set {where} as a whole.")
             table[key] = {"name": inner} if isinstance(inner, str) else dict(inner or {})
             table = table[key]
-        if path[-1] == "name" and table.get("name", value) != value and names_a_plugin(path):
-            table.clear()
+        if path[-1] == "name" and table.get("name", value) != value:
+            for key in options_of(path[:-1], table):
+                del table[key]
         there = table.get(path[-1])
         table[path[-1]] = [*there, *value] if isinstance(value, AddedList) and isinstance(there, list) else value
     return result
 
 
-def names_a_plugin(path: Sequence[str]) -> bool:
-    """False for the name of the run and for those of the kernel's own tables, whose options stay when it changes."""
-    table: Any = RunConfig
-    for key in path[:-1]:
-        info = table.model_fields.get(key)
-        table = None if info is None else bare_type(info.annotation)
-        if not (isinstance(table, type) and issubclass(table, BaseModel)):
-            return True
-    return bool(issubclass(table, PluginTable))
+def options_of(path: Sequence[str], table: Mapping[str, Any]) -> set[str]:
+    """The keys of the table at `path` that are options of what its name chooses, not the kernel's own."""
+    owner: Any = RunConfig
+    for key in path:
+        info = owner.model_fields.get(key)
+        owner = None if info is None else bare_type(info.annotation)
+        if not (isinstance(owner, type) and issubclass(owner, BaseModel)):
+            return set(table)
+    return table.keys() - owner.model_fields.keys() if owner.model_config.get("extra") == "allow" else set()
 
 
 def validate(tables: Mapping[str, Any], *, base: Path) -> RunConfig:

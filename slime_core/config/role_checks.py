@@ -42,10 +42,10 @@ def settings_without_role(run: BoundRun) -> list[str]:
     for key, value in places.items():
         if value is not None and algo.critic_loss is None:
             problems.append(f'launcher.{key} = {value}: algorithm "{algo.name}" trains no critic. Leave it out.')
-        elif value is not None and launcher.name == "local":
+        elif value is not None and run.launcher.driver.single_process:
             problems.append(
-                f'launcher.{key} = {value}: with launcher.name = "local" all roles share this process. Say --launcher ray, '
-                "or leave it out."
+                f'launcher.{key} = {value}: with launcher.name = "{run.launcher.name}" all roles share this process. Say '
+                f"{run.other_launchers}, or leave it out."
             )
     steps = algo.keys.num_critic_only_steps
     if steps and algo.critic_loss is None:
@@ -79,6 +79,13 @@ def needs(run: BoundRun) -> list[str]:
                 f"{', '.join(missing)}, which this backend does not provide. It provides {', '.join(sorted(provides))}."
             )
     return problems
+
+
+def optimizers(run: BoundRun) -> list[str]:
+    """Every role asks its own backend."""
+    asked = [(role.backend, role.optimizer_part) for role in run.roles]
+    problems = [p for b, o in asked for p in b.driver.optimizer_problems(b.config, o.entry.name, o.driver)]
+    return list(dict.fromkeys(problems))
 
 
 def teacher(run: BoundRun) -> list[str]:

@@ -14,8 +14,10 @@ from typing import Final, Literal
 from slime_core.config.part import Part
 from slime_core.contracts.backend import ACTOR, REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
-from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig
 from slime_core.contracts.setup import RoutingReplay
+
+POLICY: Final = "actor"
 
 LOSS_KEYS: Final[Mapping[str, str]] = {"critic": "critic_loss"}
 """Roles that a recipe may ask for beside the policy, each with the key of the algo table that names its loss."""
@@ -88,6 +90,7 @@ class BoundRole:
     model_path: Path
     """Hugging Face folder that it starts from."""
     optimizer: OptimizerConfig
+    optimizer_part: Part
     copies: Mapping[str, Path] = field(default_factory=dict)
     """Frozen weights beside the trained ones: name to Hugging Face folder."""
     num_ranks: int
@@ -98,6 +101,10 @@ class BoundRole:
     @property
     def name(self) -> str:
         return self.plan.name
+
+    @property
+    def chosen_optimizer(self) -> ChosenOptimizer:
+        return ChosenOptimizer(driver=self.optimizer_part.driver, options=self.optimizer_part.config)
 
 
 def count_ranks(backend: Part, num_nodes: int, per_node: int | None) -> int:

@@ -122,12 +122,12 @@ class RewardTable(PluginTable):
 
 
 class LauncherConfig(Table):
-    """Where the roles run."""
+    """Where the roles run. Keys that are not listed here are options of the launcher."""
 
-    name: Literal["local", "ray"] = "local"
-    """In this process, or on a Ray cluster (an existing one, or a private one started for the run)."""
-    address: str | None = None
-    """Ray cluster to join; by default a private one on this machine."""
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    name: str = "local"
+    """Launcher: what starts the workers. `local`: in this process."""
     actor_num_nodes: int = Field(1, gt=0)
     """Machines for the trainer."""
     actor_num_gpus_per_node: int | None = Field(None, gt=0)
@@ -151,8 +151,6 @@ class LauncherConfig(Table):
     """Trainer and engines share the devices, and take turns on them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
-    num_cpus_per_worker: float = Field(1.0, gt=0)
-    """CPUs that Ray reserves for a worker."""
 
     def offloads_rollout(self, device: str) -> bool:
         """Whether engines give memory back between rollouts."""

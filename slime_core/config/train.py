@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.config.plugin_table import PluginTable
+from slime_core.contracts.optimizer import OptimizerConfig, OptimizerKeys
 from slime_core.contracts.paths import RunPath
 from slime_core.contracts.table import Table
 
@@ -14,7 +15,7 @@ from slime_core.contracts.table import Table
 class OptimizerOverrides(Table):
     """The same keys for one role; what is left out is as in the train table."""
 
-    optimizer: Literal["adam", "sgd"] | None = None
+    optimizer: PluginTable | None = None
     """As in the train table, for this role."""
     lr: float | None = Field(None, gt=0)
     """Highest learning rate."""
@@ -39,13 +40,16 @@ class OptimizerOverrides(Table):
 
     def optimizer_config(self, train: OptimizerConfig) -> OptimizerConfig:
         """`train` with what is said here."""
-        said = {name: getattr(self, name) for name in OptimizerConfig.model_fields}
-        inherited = {name: getattr(train, name) for name in OptimizerConfig.model_fields}
-        return OptimizerConfig(**inherited | {name: value for name, value in said.items() if value is not None})
+        said = {name: getattr(self, name) for name in OptimizerKeys.model_fields}
+        said["optimizer"] = self.optimizer and self.optimizer.name
+        return train.model_copy(update={name: value for name, value in said.items() if value is not None})
 
 
-class TrainConfig(OptimizerConfig):
+class TrainConfig(OptimizerKeys):
     """How a rollout batch is trained on."""
+
+    optimizer: PluginTable = PluginTable(name="adam")
+    """Optimizer: its name, with its options beside it."""
 
     num_rollout: int | None = Field(None, ge=0)
     """Rollout steps of the run. 0: evaluate only. Give this or num_epoch."""
@@ -86,4 +90,5 @@ class TrainConfig(OptimizerConfig):
     """No engine is started and nothing is evaluated: steps come from load_debug_rollout_data or load_debug_train_data."""
 
     def optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(**{name: getattr(self, name) for name in OptimizerConfig.model_fields})
+        keys = {name: getattr(self, name) for name in OptimizerKeys.model_fields}
+        return OptimizerConfig(optimizer=self.optimizer.name, **keys)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
-from slime_core.config.roles import CREDIT_COLUMNS, BoundRole, LossTerms, RolePlan, Scoring, count_ranks
+from slime_core.config.roles import CREDIT_COLUMNS, POLICY, BoundRole, LossTerms, RolePlan, Scoring, count_ranks
 from slime_core.contracts.backend import REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import RoutingReplay
 
 
@@ -47,7 +48,7 @@ def actor(run: BoundRun) -> BoundRole:
         copies[TEACHER] = Path(model.opd_teacher_load)
     return BoundRole(
         plan=RolePlan(
-            name="actor",
+            name=POLICY,
             idle_steps=keys.num_critic_only_steps,
             scoring=tuple(scoring),
             columns=CREDIT_COLUMNS | {need.value for need in given} | {"correction"},
@@ -69,7 +70,8 @@ def actor(run: BoundRun) -> BoundRole:
         needs=algo.needs - {Need.ROLLOUT_LOGPROBS, Need.VALUES} - ({Need.TEACHER_LOGPROBS} if run.teacher else set()),
         backend=run.backend,
         model_path=Path(model.hf_checkpoint),
-        optimizer=run.config.train.optimizer_config(),
+        optimizer=named(run.config.train.optimizer_config(), run.optimizers[POLICY]),
+        optimizer_part=run.optimizers[POLICY],
         copies=copies,
         num_ranks=run.num_ranks,
         ranks_per_node=run.config.launcher.actor_num_gpus_per_node or run.num_ranks,
@@ -81,6 +83,7 @@ def critic(run: BoundRun, loss: Part) -> BoundRole:
     correction."""
     settings, launcher = run.config.roles.critic, run.config.launcher
     backend = run.role_backends.get("critic", run.backend)
+    optimizer = run.optimizers.get("critic", run.optimizers[POLICY])
     own_devices = launcher.critic_num_nodes is not None or launcher.critic_num_gpus_per_node is not None
     num_ranks, ranks_per_node = run.num_ranks, launcher.actor_num_gpus_per_node
     if own_devices:
@@ -98,8 +101,14 @@ def critic(run: BoundRun, loss: Part) -> BoundRole:
         needs=frozenset({Need.VALUES}),
         backend=backend,
         model_path=Path(settings.load or run.config.model.hf_checkpoint),
-        optimizer=settings.optimizer_config(run.config.train),
+        optimizer=named(settings.optimizer_config(run.config.train.optimizer_config()), optimizer),
+        optimizer_part=optimizer,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node or num_ranks,
         own_devices=own_devices,
     )
+
+
+def named(config: OptimizerConfig, part: Part) -> OptimizerConfig:
+    """With the name alone, where the user wrote DISTRIBUTION/NAME."""
+    return config.model_copy(update={"optimizer": part.entry.name})

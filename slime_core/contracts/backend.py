@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.loss import Segments
-    from slime_core.contracts.memory import TrainerLoad, TrainerMemory
+    from slime_core.contracts.optimizer import OptimizerDriver
     from slime_core.contracts.setup import RoutingReplay
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
@@ -151,8 +151,7 @@ class TrainBackend(ABC):
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:
         """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
-        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow. `slime_training.offload` does
-        both."""
+        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow."""
 
     @abstractmethod
     def wake(self, weights_only: bool = False) -> None:
@@ -189,22 +188,14 @@ class BackendDriver(Driver[TrainBackend]):
         """Pure; the config has passed `problems`."""
 
     @classmethod
-    def memory(cls, config: Any, load: TrainerLoad) -> TrainerMemory | None:
-        """What the rank that holds most will hold, for `slime plan`; None: it does not tell. Nothing is started, and no GPU,
-        weight or process group need be there: sizes come from config.json, or from a model on the meta device. ModelError for
-        a model that it could not train."""
-        return None
-
-    @classmethod
-    def memory_savers(cls, config: Any, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
-        """Options that may lower it, each entry's together: `slime plan` asks `memory` again with each, and tells those that
-        pass `problems` and do lower it."""
-        return ()
-
-    @classmethod
     def true_on_policy_problems(cls, config: Any) -> list[str]:
         """What keeps a trainer with these options from `TrainerSetup.true_on_policy`; empty if it can."""
         return ["this backend computes with kernels of its own"]
+
+    @classmethod
+    def optimizer_problems(cls, config: Any, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        """What keeps a trainer with these options from stepping with this optimizer; empty if it can."""
+        return []
 
     @classmethod
     def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

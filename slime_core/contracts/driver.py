@@ -50,8 +50,8 @@ class TableOptions:
 class Driver(ABC, Generic[T_co]):
     """A named choice. Subclasses set `Config` and implement `build`; the class itself is never instantiated.
 
-    The module that defines a driver imports neither torch nor ray nor an engine: listing plugins and checking a
-    config must stay fast, and workers resolve the same driver again by name.
+    The module that defines a driver imports neither torch nor the library of an engine or launcher: listing plugins and
+    checking a config must stay fast, and workers resolve the same driver again by name.
     """
 
     api_version: ClassVar[int] = API_VERSION

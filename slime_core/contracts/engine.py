@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from slime_core.contracts.memory import EngineLoad, EngineMemory
     from slime_core.contracts.setup import EngineEndpoint, EngineLayout, EngineSetup
     from slime_core.types.completion import Completion, GenerateRequest
     from slime_core.types.schedule import EngineEvent
@@ -200,9 +199,3 @@ class EngineDriver(Driver[RolloutEngine]):
         """What keeps engines from taking new weights. `quantization`: the `quantization_config` of the folder that they start
         from; None: plain weights."""
         return []
-
-    @classmethod
-    def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:
-        """What it will hold on each of its devices, for `slime plan`; None: it does not tell. Nothing is started, and no GPU or
-        weight need be there."""
-        return None

@@ -1,4 +1,4 @@
-"""Examples: what the contract kit (`slime_plugin_kit`) tries a plugin on, and answers that were worked out by hand.
+"""Examples: what the contract kit tries a plugin on, and answers that were worked out by hand.
 
 A driver gives them with `examples`, as plain numbers: a factor that the code and its test share would cancel, a number
 from a sheet of paper does not. An example that carries such answers is called an anchor; losses, advantages, KL

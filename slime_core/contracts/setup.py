@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig
 
 
 class RoutingReplay(StrEnum):
@@ -40,6 +40,8 @@ class TrainerSetup:
     copies: Mapping[str, Path] = field(default_factory=dict)
     """Frozen weights to hold beside the trained ones: name (REFERENCE, TEACHER) to HF folder."""
     optimizer: OptimizerConfig
+    chosen_optimizer: ChosenOptimizer | None = None
+    """The driver of `optimizer`, filled in by the worker. None: the installed one of that name, with its defaults."""
     total_steps: int
     """Optimiser steps of the whole run, for the learning-rate schedule."""
     seed: int

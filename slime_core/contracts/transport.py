@@ -18,7 +18,6 @@ from slime_core.contracts.driver import Driver
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_core.contracts.memory import TransportMemory
     from slime_core.contracts.setup import EngineEndpoint, EngineLayout
     from slime_core.types.report import ComparedWith, PublishReport
 
@@ -78,7 +77,7 @@ class TrainerLink(Protocol):
 
     def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """All ranks export; yields rank 0's buckets: the objects themselves in process, references to shared memory
-        under Ray. Either can be given to `EngineLink.each`."""
+        where they are in other processes. Either can be given to `EngineLink.each`."""
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
         """Every rank's sender sends; reports by rank."""
@@ -123,11 +122,6 @@ class TransportDriver(Driver[WeightTransport]):
     def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
         """What keeps it from bringing weights to engines that hold them so; see `EngineDriver.push_problems`."""
         return []
-
-    @classmethod
-    def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
-        """What a push of so many bytes of weights takes, for `slime plan`; None: it does not tell."""
-        return None
 
     @classmethod
     def build_sender(cls, config: Any) -> WeightSender | None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
+from slime_core.config.roles import POLICY
+from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
 from slime_core.errors import PluginError
 
 MAY_CHANGE: Final = (
@@ -111,8 +113,12 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     if algo.critic_loss is not None:
         keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
     config["algo"] = table(algo.name, keys)
+    for role, part in run.optimizers.items():
+        of_role = config["train"] if role == POLICY else config["roles"][role]
+        of_role["optimizer"] = short_table(part)
     for role, part in run.role_backends.items():
         config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
+    config["launcher"] = run.config.launcher.model_dump(mode="json") | run.launcher.config.model_dump(mode="json")
     config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
     config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
     config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
@@ -124,20 +130,19 @@ def table(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) if name is None else {"name": name, **options}
 
 
+def short_table(part: Part) -> dict[str, Any] | str:
+    """Its name alone, if it has no options."""
+    options = part.config.model_dump(mode="json")
+    return table(part.name, options) if options else part.name
+
+
 def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     config = resolved_config(run)
     files = {file.path.name: file.sha256 for file in run.registry.plugin_files}
     plugins = {
         f"{part.where} {part.name}": f"{part.group}:{part.entry.qualified} {part.entry.version}" for part in run.parts
     }
-    identity = {
-        "config": without(config, MAY_CHANGE),
-        "plugins": sorted({value for key, value in plugins.items() if not key.startswith(("trackers", "eval"))}),
-        "plugin_files": files,
-        "data": data_fingerprint,
-    }
     may_differ = (*MAY_CHANGE, ("name",), *layout_keys(run))
-    moved = identity | {"config": without(config, may_differ)}
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -147,17 +152,55 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         trust_remote_code=run.config.model.trust_remote_code,
         data=data_fingerprint,
         config=config,
-        fingerprint=hash_of(identity),
-        training=hash_of(moved),
+        fingerprint=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=MAY_CHANGE)),
+        training=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=may_differ)),
         may_differ=may_differ,
     )
+
+
+def identity(
+    config: Mapping[str, Any],
+    plugins: Mapping[str, str],
+    plugin_files: Mapping[str, str],
+    data: str,
+    *,
+    without_keys: tuple[tuple[str, ...], ...],
+) -> dict[str, Any]:
+    """What is the same in two starts of one run."""
+    return {
+        "config": without(config, without_keys),
+        "plugins": sorted(set(deciding_plugins(plugins).values())),
+        "plugin_files": plugin_files,
+        "data": data,
+    }
+
+
+def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
+    """Without those that only write down or evaluate, and what starts the workers."""
+    return {where: name for where, name in plugins.items() if not where.startswith(("trackers", "eval", "launcher"))}
+
+
+def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) -> dict[str, Any]:
+    """What a manifest.json says, in today's names. If it has others, its fingerprints are those that today's slime gives
+    the same run."""
+    today = in_todays_names(content, renames)
+    if today == content or "fingerprint" not in content:
+        return today
+    parts = today["config"], today["plugins"], today["plugin_files"], today["data"]
+    today["fingerprint"] = hash_of(identity(*parts, without_keys=MAY_CHANGE))
+    if "may_differ" in today:
+        may_differ = tuple(tuple(path) for path in today["may_differ"])
+        today["training"] = hash_of(identity(*parts, without_keys=may_differ))
+    return today
 
 
 def replay_identity(manifest: Manifest) -> dict[str, Any]:
     """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
     plugins, the texts of single-file plugins and the fingerprint of the data."""
     others = {
-        "plugins": {where: name for where, name in manifest.plugins.items() if not where.startswith("trackers")},
+        "plugins": {
+            where: name for where, name in manifest.plugins.items() if not where.startswith(("trackers", "launcher"))
+        },
         "plugin_files": manifest.plugin_files,
         "training_data": manifest.data,
     }

@@ -9,12 +9,16 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
-from slime_core.controller.manifest import Manifest, differences, without
+from slime_core.controller.manifest import Manifest, deciding_plugins, differences, recorded_manifest, without
 from slime_core.errors import ConfigError, StorageError
+
+SHOWN: Final = 5
+"""Differences that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class RunFolder:
         return self.path / f"hf-{role}"
 
     def read_manifest(self) -> dict[str, Any] | None:
+        """In today's names, whichever release wrote it; None without a run."""
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +84,7 @@ class RunFolder:
         except ValueError:
             # Killed while it was first written: nothing had begun.
             return None
-        return content
+        return recorded_manifest(content)
 
 
 def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool, resume: Path | None) -> RunFolder:
@@ -91,9 +96,7 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
             raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
         # The layout may be another: whoever insists on the folder takes other floating-point bits for it.
         if found["fingerprint"] != manifest.fingerprint and found.get("training") != manifest.training:
-            there, here = (without(config, manifest.may_differ) for config in (found["config"], manifest.config))
-            changed = differences(there, here) or ["data or plugins differ"]
-            raise ConfigError(f"--resume {resume}: another run: {'; '.join(changed[:5])}.")
+            raise ConfigError(f"--resume {resume}: another run: {what_differs(found, manifest)}")
         return folder
     first = RunFolder(runs_dir / name)
     if fresh:
@@ -109,6 +112,17 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
         if found is not None and found["fingerprint"] == manifest.fingerprint and not folder.summary.exists():
             return folder
         number += 1
+
+
+def what_differs(found: Mapping[str, Any], manifest: Manifest) -> str:
+    """Why a folder is another run's, key by key; and what to do where the same plugin is there in another version."""
+    there, here = (without(config, manifest.may_differ) for config in (found["config"], manifest.config))
+    then, now = deciding_plugins(found["plugins"]), deciding_plugins(manifest.plugins)
+    chosen = then.keys() & now.keys()
+    others = differences({where: then[where] for where in chosen}, {where: now[where] for where in chosen}, "plugins.")
+    changed = differences(there, here) + others or ["data or plugins differ"]
+    advice = " A run goes on with the plugins that it began with: install those, or begin anew under another --name."
+    return f"{'; '.join(changed[:SHOWN])}.{advice if others else ''}"
 
 
 def clear_folder(folder: RunFolder) -> None:

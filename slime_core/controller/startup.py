@@ -17,6 +17,7 @@ from slime_core.atomic_io.atomic_file import write_text
 from slime_core.atomic_io.storage import storage_errors
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.hookspecs import LoopHeld, Run, RunEnd, RunStart
+from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.controller.assembly import RunPlace, assemble_session
 from slime_core.controller.checkpoint import CheckpointStore, RunState
@@ -33,7 +34,8 @@ from slime_core.controller.supervision import supervisors
 from slime_core.errors import CheckpointError, ConfigError
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.pool_events import PoolRecord, RequestScript
-from slime_core.workers.choose import build_launcher, choose_device
+from slime_core.workers.choose import choose_device
+from slime_core.workers.launcher import Launcher
 
 LOOP_HELD_S: Final = 30.0
 """So long a run stands still before it is told who holds its loop."""
@@ -76,7 +78,8 @@ async def start(
         event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
         hooks = Hooks.load(run.registry, own={"slime/events": EventLog(folder.events), **observers})
         trackers = start_trackers(run, event, None if attempt == 1 else state.rollout_id, stack)
-        launcher = build_launcher(config.launcher)
+        shared = LauncherSetup(colocate=config.launcher.colocate, num_engines=config.launcher.num_engines)
+        launcher: Launcher = run.launcher.driver.build_launcher(run.launcher.config, shared)
         stack.push_async_callback(launcher.stop)
         place = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
         session = await assemble_session(run, materials, launcher, place, stack)

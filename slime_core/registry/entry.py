@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
 KERNEL: Final = "slime-rl"
 """The kernel's own distribution."""
+OLD_KERNEL: Final = "slime-core"
+"""Its name until 0.1. On PyPI that is somebody else's."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,6 +26,8 @@ class Entry:
     """Of the distribution; for a plugin file, the start of its sha256."""
     target: str
     """`module:attribute`, or `module` alone."""
+    is_old: bool = field(default=False, compare=False)
+    """Whether the distribution requires `slime-core`, as those built for 0.1 do."""
 
     @property
     def qualified(self) -> str:

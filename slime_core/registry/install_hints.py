@@ -36,7 +36,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-compat": ("compat",),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
-    groups.COLLECTORS: {"slime-distill": ("sft",), "slime-sources": ("replay",)},
+    groups.COLLECTORS: {"slime-distill": ("sft",), "slime-sources": ("pool", "replay")},
     groups.FILTERS: {
         "slime-compat": ("compat",),
         "slime-filters": (
@@ -71,9 +71,20 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRANSPORTS: {"slime-local": ("direct",), "slime-sglang": ("ipc", "distributed", "disk", "delta")},
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
+    groups.LAUNCHERS: {"slime-ray": ("ray",)},
+    groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
+    groups.COMMANDS: {
+        "slime-models": ("convert", "models"),
+        "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
+        "slime-preflight": ("config", "doctor", "plan"),
+        "slime-viewer": ("view",),
+    },
 }
 """Group to distribution, or extra of the kernel's own, to the names that it registers."""
+
+MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
+"""Packages that have left the kernel, and where they went. Their old names work until 0.3."""
 
 HEAVY_MODULES: Final = frozenset(
     {
@@ -93,6 +104,11 @@ HEAVY_MODULES: Final = frozenset(
     }
 )
 """What the module that an entry point names may not import: only `build` may."""
+
+
+def known_names(group: str) -> frozenset[str]:
+    """Names of this group that known distributions register."""
+    return frozenset(name for names in DISTRIBUTION_OF.get(group, {}).values() for name in names)
 
 
 def install_hint(group: str, name: str) -> str:

@@ -10,7 +10,7 @@ from stevedore.extension import error_on_conflict
 from stevedore.named import NamedExtensionManager
 
 from slime_core.errors import PluginError
-from slime_core.registry.entry import Entry
+from slime_core.registry.entry import KERNEL, OLD_KERNEL, Entry
 
 
 class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]  # stevedore is not followed by mypy
@@ -45,12 +45,23 @@ def _raise_missing(names: object) -> NoReturn:
 
 def load(entry: Entry, point: EntryPoint, *, where: str) -> Any:
     """The object that the entry point names. PluginError, with the cause chained, if it cannot be imported."""
+    if entry.is_old:
+        raise PluginError(f"{where}: {old_kernel_problem(entry)}")
     try:
         return _OneEntryPoint(point)[point.name].plugin
     # Whatever a plugin's import raises is reported with its provenance. stevedore lets failed asserts pass its
     # callback, and a plugin that calls sys.exit would end the program without a word.
     except (Exception, SystemExit) as error:
         raise PluginError(f"{where}: {import_failure(entry, error)}") from error
+
+
+def old_kernel_problem(entry: Entry) -> str:
+    """Why what was built for 0.1 is not imported, and who upgrades; without a final stop."""
+    return (
+        f"{entry.name} of {entry.provenance} was built for slime 0.1: {entry.dist} requires {OLD_KERNEL}, and the kernel is "
+        f"{KERNEL} now ({OLD_KERNEL} on PyPI is somebody else's). Upgrade {entry.dist} to a version that requires {KERNEL}, "
+        "or ask its author for one"
+    )
 
 
 def import_failure(entry: Entry, error: BaseException) -> str:

@@ -33,6 +33,8 @@ class Status(StrEnum):
     """Another distribution has the name too: an error once it is asked for without `dist/`."""
     OFF = "off"
     """Switched off by the allow-list or the deny-list."""
+    OLD = "requires slime-core"
+    """Built for 0.1: it is not loaded."""
     UNKNOWN_GROUP = "unknown group"
     """Nothing will ever look there."""
 
@@ -180,6 +182,8 @@ class Registry:
     def _status(self, entry: Entry) -> Status:
         if self._is_off(entry):
             return Status.OFF
+        if entry.is_old:
+            return Status.OLD
         if entry.group.startswith("slime.") and entry.group not in groups.NOUNS:
             return Status.UNKNOWN_GROUP
         same = [e for e in self.entries(entry.group) if e.name == entry.name]

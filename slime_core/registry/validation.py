@@ -17,9 +17,11 @@ from slime_core.contracts.engine import EngineDriver
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
 from slime_core.contracts.generator import GeneratorDriver
 from slime_core.contracts.kl import KlDriver
+from slime_core.contracts.launcher import LauncherDriver
 from slime_core.contracts.loss import LossDriver
 from slime_core.contracts.media import MediaDriver
 from slime_core.contracts.middleware import MiddlewareDriver
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.reward import RewardDriver
 from slime_core.contracts.source import SourceDriver
 from slime_core.contracts.tracker import TrackerDriver
@@ -45,6 +47,8 @@ ACCEPTED: Final[Mapping[str, tuple[type, ...]]] = {
     groups.TRANSPORTS: (TransportDriver,),
     groups.TRACKERS: (TrackerDriver,),
     groups.CONVERTERS: (ConverterDriver,),
+    groups.LAUNCHERS: (LauncherDriver,),
+    groups.OPTIMIZERS: (OptimizerDriver,),
     groups.MEDIA: (MediaDriver,),
 }
 """Drivers by group; algorithms are data. A plugin's own groups are its own business."""

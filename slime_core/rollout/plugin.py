@@ -26,15 +26,3 @@ class AcceptedDriver(CollectorDriver):
         from slime_core.rollout.accepted import AcceptedGroups
 
         return AcceptedGroups()
-
-
-class PoolDriver(CollectorDriver):
-    """Groups of all steps in one pool: those that finish first are trained first, what is left over goes on."""
-
-    across_steps = True
-
-    @classmethod
-    def build(cls, config: Any) -> Collector[Any]:
-        from slime_core.rollout.pool import GroupPool
-
-        return GroupPool()

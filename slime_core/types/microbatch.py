@@ -61,8 +61,8 @@ class MicroBatch:
     """A packed stream; sequences follow each other without padding.
 
     A micro-batch without samples has one dummy token and T = 0, so that it runs forward and backward with zero
-    gradient and every rank takes part in the same collectives. Under context parallelism `slime_training.context_parallel`
-    gives each rank its local part: then `rows` says which of the T response tokens it holds.
+    gradient and every rank takes part in the same collectives. Under context parallelism
+    each rank has its local part: then `rows` says which of the T response tokens it holds.
     """
 
     tokens: Tensor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime_core.config.bound import BoundEngines, BoundRun
+from slime_core.config.part import Part
 from slime_core.contracts.engine import Capability, EngineInfo
 from slime_core.contracts.middleware import RouterMiddleware
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
@@ -51,9 +53,7 @@ async def start_engines(
     if with_engine:
         of_policy = specs.of_policy()
         engines, infos = await launcher.start_engines(of_policy)
-        require_sleep(of_policy, infos)
-        require_media(run, of_policy, infos)
-        require_experts(of_policy, infos)
+        require(of_policy, infos, media=run.media)
         client = client_of(run, engines, middlewares)
     if run.teacher is not None:
         served = await start_served(specs, run.teacher, launcher)
@@ -66,7 +66,7 @@ async def start_engines(
 async def start_served(specs: EngineSpecs, row: BoundEngines, launcher: Launcher) -> ServedEngines:
     of_row = specs.of_row(row)
     engines, infos = await launcher.start_engines(of_row)
-    require_address(of_row, infos)
+    require(of_row, infos)
     return ServedEngines(client_of(specs.run, engines, {}), infos, row.model_path, first_index=of_row[0].setup.index)
 
 
@@ -92,41 +92,32 @@ def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
     return built
 
 
-def require_media(run: BoundRun, specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
-    """EngineError for an engine that could not be given a prompt of this run."""
+def require(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo], media: Sequence[Part] = ()) -> None:
+    """EngineError for an engine that cannot do what the run asks of it."""
     for spec, info in zip(specs, infos, strict=True):
-        if missing := [part.driver.needs for part in run.media if part.driver.needs not in info.capabilities]:
-            raise EngineError(
-                f"engine {spec.setup.index} takes no {' and no '.join(missing)} with the model {spec.setup.model_path} "
-                "(data.multimodal_keys). Use another engine, or another model."
-            )
+        if lacks := next(lacks_of(spec.setup, info, media), None):
+            raise EngineError(f"engine {spec.setup.index} {lacks}")
 
 
-def require_sleep(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
-    """EngineError for an engine that should give memory back and cannot."""
-    for spec, info in zip(specs, infos, strict=True):
-        if spec.setup.offload and Capability.SLEEP not in info.capabilities:
-            raise EngineError(
-                f"engine {spec.setup.index} cannot give its memory back while the trainer works (launcher.colocate, "
-                "launcher.offload_rollout). Start it so that it can, or say --no-offload-rollout if there is room for both."
-            )
-
-
-def require_experts(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
-    """EngineError for an engine that should tell expert ids and cannot."""
-    for spec, info in zip(specs, infos, strict=True):
-        if spec.setup.routed_experts and Capability.ROUTED_EXPERTS not in info.capabilities:
-            raise EngineError(
-                f"engine {spec.setup.index} does not tell which experts it chose (train.use_rollout_routing_replay). Say "
-                "--use-routing-replay to replay the trainer's own choice, or use an engine that tells."
-            )
-
-
-def require_address(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo]) -> None:
-    """EngineError for an engine of a reward model that nobody could ask."""
-    for spec, info in zip(specs, infos, strict=True):
-        if spec.setup.reward_model and info.address is None:
-            raise EngineError(
-                f"engine {spec.setup.index} serves no requests over HTTP, and rewards ask the model of engines.reward so. Use "
-                "another engine (--engines.reward.engine)."
-            )
+def lacks_of(setup: EngineSetup, info: EngineInfo, media: Sequence[Part]) -> Iterator[str]:
+    if setup.offload and Capability.SLEEP not in info.capabilities:
+        yield (
+            "cannot give its memory back while the trainer works (launcher.colocate, launcher.offload_rollout). Start it so "
+            "that it can, or say --no-offload-rollout if there is room for both."
+        )
+    missing = [part.driver.needs for part in media if part.driver.needs not in info.capabilities]
+    if missing:
+        yield (
+            f"takes no {' and no '.join(missing)} with the model {setup.model_path} (data.multimodal_keys). Use another "
+            "engine, or another model."
+        )
+    if setup.routed_experts and Capability.ROUTED_EXPERTS not in info.capabilities:
+        yield (
+            "does not tell which experts it chose (train.use_rollout_routing_replay). Say --use-routing-replay to replay the "
+            "trainer's own choice, or use an engine that tells."
+        )
+    if setup.reward_model and info.address is None:
+        yield (
+            "serves no requests over HTTP, and rewards ask the model of engines.reward so. Use another engine "
+            "(--engines.reward.engine)."
+        )

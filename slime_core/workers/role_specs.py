@@ -45,6 +45,7 @@ class RoleSpecs:
             TrainWorkerSpec(
                 agreement=self.agreement,
                 backend=role.backend.spec(),
+                optimizer=role.optimizer_part.spec(),
                 objective=ObjectiveSpec.of(role),
                 temperature=config.rollout.rollout_temperature if role.loss.driver.uses_advantages else 1.0,
                 profile=profile,

@@ -17,6 +17,7 @@ from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.config.part import PartSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
 from slime_core.contracts.media import Media, MediaPacker
+from slime_core.contracts.optimizer import ChosenOptimizer
 from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
@@ -41,6 +42,8 @@ class TrainWorkerSpec:
     backend: PartSpec
     objective: ObjectiveSpec
     setup: TrainerSetup
+    optimizer: PartSpec | None = None
+    """None: see `TrainerSetup.chosen_optimizer`."""
     temperature: float
     profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
     transport: PartSpec | None = None
@@ -62,6 +65,11 @@ class TrainWorker:
         self._backend: TrainBackend = spec.agreement.resolve(spec.backend, registry).build()
         self._objective: Objective = spec.objective.build(spec.agreement, registry)
         setup = spec.setup
+        if spec.optimizer is not None:
+            optimizer = spec.agreement.resolve(spec.optimizer, registry)
+            chosen = ChosenOptimizer(driver=optimizer.driver, options=optimizer.config)
+            setup = replace(setup, chosen_optimizer=chosen)
+        self._setup = setup
         self._pixels: MediaPacker | None = None
         if spec.media is not None:
             media: Media = spec.agreement.resolve(spec.media, registry).build()
@@ -75,7 +83,7 @@ class TrainWorker:
         self._writing: Future[None] | None = None
 
     def setup(self) -> Layout:
-        layout = self._backend.setup(self._spec.setup)
+        layout = self._backend.setup(self._setup)
         if self._sender is not None and self._spec.sender is not None:
             frozen = self._backend.frozen_tensors()
             if self._format is not None:

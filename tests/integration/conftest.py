@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,21 +48,25 @@ class Installed:
 @pytest.fixture(scope="session")
 def install_third_party(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Installed]:
     """`install_third_party("acme-slime", ...)`: builds each source folder of third_party/ into a wheel, once, and
-    installs it. No index is asked: hatchling is here already, and dependencies are not installed."""
-    folders: dict[str, Path] = {}
+    installs it. No index is asked: hatchling is here already, and dependencies are not installed. `requires`: what the
+    distributions require in place of what their pyproject.toml says."""
+    folders: dict[tuple[str, str], Path] = {}
 
-    def install(*names: str) -> Installed:
+    def install(*names: str, requires: str = "") -> Installed:
         for name in names:
-            if name not in folders:
-                folders[name] = build_and_install(SOURCES / name, tmp_path_factory.mktemp(name))
-        return Installed(tuple(folders[name] for name in names))
+            if (name, requires) not in folders:
+                folders[name, requires] = build_and_install(SOURCES / name, tmp_path_factory.mktemp(name), requires)
+        return Installed(tuple(folders[name, requires] for name in names))
 
     return install
 
 
-def build_and_install(source: Path, work: Path) -> Path:
+def build_and_install(source: Path, work: Path, requires: str) -> Path:
     # A copy, so that the build leaves nothing in the checkout.
     copy = shutil.copytree(source, work / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    if requires:
+        project = copy / "pyproject.toml"
+        project.write_text(re.sub(r"(?m)^dependencies = .*$", f'dependencies = ["{requires}"]', project.read_text()))
     wheels, target = work / "wheels", work / "site"
     wheels.mkdir()
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"

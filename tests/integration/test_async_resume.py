@@ -71,6 +71,7 @@ def writes_checkpoint(tiny: TinyRun) -> bool:
     return any((tiny.runs / "tiny" / "checkpoints").glob(".*"))
 
 
+@pytest.mark.bits
 def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: WarmSlime) -> None:
     (tiny / "paced.py").write_text(PACED)
     kill_when(tiny, lambda: steps_done(tiny) >= 3 and writes_checkpoint(tiny))

@@ -77,7 +77,7 @@ CONFIG_CASES = {
     "unknown algorithm": Case(
         ["--algo", "gsp0"],
         CONFIG,
-        ['algo.name = "gsp0": unknown algorithm; close match: gspo', "Available:", "grpo", "(slime-grpo 0.1.0)"],
+        ['algo.name = "gsp0": unknown algorithm; close match: gspo', "Available:", "grpo", "(slime-grpo 0.2.0)"],
     ),
     "unknown backend": Case(
         ["--backend", "fdsp"], CONFIG, ['backend.name = "fdsp": unknown backend; close match: fsdp', "Available: "]

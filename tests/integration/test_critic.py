@@ -91,6 +91,7 @@ def test_each_role_reports_under_its_own_names_and_counts_its_own_steps(finished
     assert all("perf/critic_train_time" in row for row in rollouts)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_ends_with_the_same_bits(finished: TinyRun, tmp_path: Path, step: int) -> None:
     """From within the warm-up, and from after it."""
@@ -111,6 +112,7 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: TinyRun, tmp_path: Path
     assert same(*(load_file(path / "tiny/hf-critic/model.safetensors") for path in (finished.runs, runs)))
 
 
+@pytest.mark.bits
 def test_the_critic_is_exported_and_another_run_starts_from_it(finished: TinyRun) -> None:
     exported = finished.runs / "tiny/hf-critic"
     code = (
@@ -135,6 +137,7 @@ def test_a_critic_folder_that_is_not_there(finished: TinyRun) -> None:
     assert ended.error.startswith(f"roles.critic.load = {finished / 'elsewhere'}: no such folder.")
 
 
+@pytest.mark.bits
 def test_colocated_roles_and_engine_end_with_the_same_bits(finished: TinyRun) -> None:
     """Trainers and engine give their memory back to each other between phases, and nothing is lost by it."""
     words = ("--name", "colocated", "--colocate", "--offload-train", "--offload-rollout")

@@ -23,7 +23,7 @@ from ray._private.internal_api import memory_summary
 from ray.exceptions import RayActorError, RayTaskError
 
 from slime_core.config.part import PartSpec
-from slime_core.config.run import LauncherConfig
+from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
 from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, TrainingError
@@ -32,7 +32,6 @@ from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.choose import build_launcher
 from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.train_worker import TrainWorkerSpec
@@ -40,7 +39,9 @@ from slime_plugin_kit.fast_clock import run_fast
 from slime_ray.actor_group import Crew, Member, Roster
 from slime_ray.actors import Location
 from slime_ray.cluster import RayCluster
+from slime_ray.config import RayConfig
 from slime_ray.launcher import RayLauncher, Slot, by_device, shares_of
+from slime_ray.plugin import RayDriver
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -222,7 +223,6 @@ def fake(inputs, segments):
 '''
 
 FILE = PluginFile(path=Path("fakes.py"), text=PLUGIN, sha256="f" * 64)
-CONFIG = LauncherConfig(name="ray", device="cpu")
 OBJECTIVE = ObjectiveSpec(
     loss=PartSpec(group="slime.losses", name="fake", options={}),
     kl=None, kl_loss_coef=0.0, use_unbiased_kl=False, entropy_coef=0.0, corrections=(), old_from_current=False,
@@ -291,7 +291,7 @@ class Workers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launcher = RayLauncher(CONFIG)
+        self.launcher = RayLauncher(RayConfig(), LauncherSetup())
         self.others = set(descendants(os.getpid()))
         """Processes that are there already, this one included."""
 
@@ -464,7 +464,7 @@ async def test_errors_keep_class_and_text_and_show_the_workers_traceback(workers
 
 
 async def test_worker_with_another_version_refuses(workers, tmp_path):
-    launcher = RayLauncher(CONFIG)
+    launcher = RayLauncher(RayConfig(), LauncherSetup())
     (spec,) = engine_specs(tmp_path, 1)
     other = replace(spec.agreement, versions=dict.fromkeys(spec.agreement.versions, "9.9"))
     with pytest.raises(PluginError, match=r"the driver 9\.9: install the same version on every machine"):
@@ -474,7 +474,7 @@ async def test_worker_with_another_version_refuses(workers, tmp_path):
 
 
 async def test_what_cannot_be_placed_is_a_config_error(workers, tmp_path):
-    launcher = RayLauncher(replace_config(num_cpus_per_worker=20_000), placement_timeout_s=1.0)
+    launcher = RayLauncher(RayConfig(num_cpus_per_worker=20_000), LauncherSetup(), placement_timeout_s=1.0)
     with pytest.raises(ConfigError) as raised:
         await launcher.start_trainers(train_specs(tmp_path, meet=False))
     assert "actor: asked Ray for 2 bundles of {CPU: 20000, GPU: 0}" in str(raised.value)
@@ -706,10 +706,9 @@ async def test_an_address_without_a_cluster_is_a_config_error():
 
 
 async def test_without_ray_one_is_told_what_to_install(monkeypatch):
+    assert RayDriver.problems(RayConfig()) == []
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "slime_ray.launcher")
-    with pytest.raises(ConfigError, match=r'Type: pip install "slime-rl\[ray\]"'):
-        build_launcher(CONFIG)
+    assert RayDriver.problems(RayConfig()) == ['launcher.name = "ray": Ray is not installed: pip install slime-ray.']
 
 
 async def test_ctrl_c_leaves_the_workers_to_the_driver(tmp_path):
@@ -750,7 +749,7 @@ folder = Path({folder!r})
 
 async def main():
     interrupted = asyncio.Event()
-    launcher = t.RayLauncher(t.replace_config(colocate=True))
+    launcher = t.RayLauncher(t.RayConfig(), t.LauncherSetup(colocate=True))
     try:
         ranks, (engines, _) = await asyncio.gather(
             launcher.start_trainers(t.train_specs(folder, meet=False, world_size=1)),
@@ -770,10 +769,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def replace_config(**changes) -> LauncherConfig:
-    return CONFIG.model_copy(update=changes)
 
 
 def slot(ip: str, node: str, device: str) -> Slot:

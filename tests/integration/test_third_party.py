@@ -100,7 +100,7 @@ def test_it_is_described(acme):
 
 
 def test_it_keeps_its_contracts(acme):
-    done = acme.slime("plugins", "--check", "--json", SLIME_PLUGINS_ALLOW="acme-slime")
+    done = acme.slime("plugins", "--check", "--json", SLIME_PLUGINS_ALLOW="acme-slime,slime-plugin-kit")
     problems = {r["name"]: r["problems"] for r in json.loads(done.stdout) if r["dist"] == "acme-slime"}
     assert problems == {"acme": [], "acme_rank": [], "acme_half": [], "acme_watch": []}
 
@@ -138,7 +138,9 @@ def test_a_broken_one_is_named_with_its_cause(acme_and_rival):
     assert done.returncode == 1
     assert "acme of rival-slime 0.9 (rival_slime.plugin:acme) cannot be imported" in done.stderr
     assert "the module a_module_that_nobody_has is missing" in done.stderr
-    checked = acme_and_rival.slime("plugins", "--check", SLIME_PLUGINS_ALLOW="acme-slime,rival-slime", COLUMNS="200")
+    checked = acme_and_rival.slime(
+        "plugins", "--check", SLIME_PLUGINS_ALLOW="acme-slime,rival-slime,slime-plugin-kit", COLUMNS="200"
+    )
     assert checked.returncode == 1
     assert "a_module_that_nobody_has" in checked.stdout
 

@@ -179,6 +179,7 @@ def trainer(model: Path) -> Iterator[TrainBackend]:
     backend.close()
 
 
+@pytest.mark.bits
 def test_the_log_probs_are_those_of_the_decoding_pass(rollout: Rollout) -> None:
     """Each token of each distinct prompt is read once, each answer's but for its last is fed once: nothing a second time."""
     distinct = {
@@ -188,12 +189,14 @@ def test_the_log_probs_are_those_of_the_decoding_pass(rollout: Rollout) -> None:
     assert rollout.fed.tokens == sum(distinct.values()) + sum(budget - 1 for budget in BUDGETS if budget)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("split", [WHOLE, *SPLITS])
 def test_equal_in_every_packing(trainer: TrainBackend, batch: Batch, split: Sequence[Sequence[int]]) -> None:
     assert len(batch.mask) == sum(BUDGETS)
     assert bits(scores(trainer, batch, split)) == bits(batch.rollout_log_probs)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("options", [{"share_prompts": False}, {"log_probs_chunk_size": 3}])
 def test_equal_whatever_the_trainer_shares_or_cuts(model: Path, batch: Batch, options: dict[str, object]) -> None:
     backend = trainer_of(model, **options)
@@ -201,6 +204,7 @@ def test_equal_whatever_the_trainer_shares_or_cuts(model: Path, batch: Batch, op
     backend.close()
 
 
+@pytest.mark.bits
 def test_equal_on_several_threads(trainer: TrainBackend, batch: Batch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -210,6 +214,7 @@ def test_equal_on_several_threads(trainer: TrainBackend, batch: Batch) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("waves", "options"),
     [
@@ -228,6 +233,7 @@ def test_answers_do_not_depend_on_what_else_runs(
         assert bits(answer.log_probs) == bits(rollout.completions[n].log_probs)
 
 
+@pytest.mark.bits
 def test_an_answer_that_was_broken_off_goes_on_with_the_same_bits(model: Path, rollout: Rollout) -> None:
     """Its tokens are read in one pass then, which decoding wrote one by one."""
     whole, kept = rollout.completions[5], 17
@@ -240,6 +246,7 @@ def test_an_answer_that_was_broken_off_goes_on_with_the_same_bits(model: Path, r
     assert bits(rest.log_probs) == bits(whole.log_probs[kept:])
 
 
+@pytest.mark.bits
 def test_equal_after_new_weights(model: Path, tmp_path: Path) -> None:
     """They come from the trainer's export, and in the middle of an answer keys and values are computed anew."""
     weights = named_weights(moved(load_plain(model, torch.float32), 1))
@@ -295,6 +302,7 @@ def test_without_it_they_differ_by_rounding(model: Path) -> None:
     assert 0 < apart.max() < 1e-4
 
 
+@pytest.mark.bits
 def test_bfloat16_engine_and_trainer(model: Path) -> None:
     answers = generate(model, [requests()], dtype="bfloat16").completions
     batch = batch_of(requests(), answers)
@@ -303,6 +311,7 @@ def test_bfloat16_engine_and_trainer(model: Path) -> None:
     backend.close()
 
 
+@pytest.mark.bits
 def test_a_model_with_biases_layer_norms_and_a_window(model: Path, tmp_path: Path) -> None:
     config = Starcoder2Config(
         vocab_size=25, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from slime_core import groups
-from slime_core.config.algorithm_card import algorithms_page, recipe_card
 from slime_core.registry import Registry
+from slime_plugin_kit.algorithm_card import algorithms_page, recipe_card
 
 ROOT = Path(__file__).parents[2]
 OURS = {path.name for path in (ROOT / "plugins").iterdir()}

@@ -332,7 +332,7 @@ def test_finished_surplus_waits_for_the_next_step_if_it_may_be_stale(tmp_path: P
     simulation = partial(tmp_path, steps=1, rollout={"partial_rollout": keeps, "max_staleness": int(keeps)})
     session = simulation.session()
     if not keeps:
-        from slime_core.rollout.plugin import PoolDriver
+        from slime_sources.plugin import PoolDriver
 
         session.collector = PoolDriver.build(None)
     run_fast(run_loop(session))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.config.flags import kernel_flags
+from slime_core.config.flags import kernel_flags, option_flags
+from slime_ray.config import RayConfig
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"
@@ -63,6 +64,7 @@ def test_the_flags_of_the_run_exist():
         r"(?s)sbatch examples/cluster/slurm.sh run.toml (.*?)\n\n", (CLUSTER / "README.md").read_text()
     )
     known = {flag.name for flag in kernel_flags()} | {"backend", "engine", "launcher", "tensor-model-parallel-size"}
+    known |= {flag.name for flag in option_flags(RayConfig, ("launcher",), "slime-ray")}
     said = re.findall(r"--([a-z-]+)", command + typed)
     assert len(said) > 6
     assert set(said) <= known

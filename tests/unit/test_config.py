@@ -4,15 +4,13 @@ import json
 import os
 import re
 
-import jsonschema
 import pytest
 
-from slime_core.config.explain import explain_key, list_keys
 from slime_core.config.load import read_run_file
-from slime_core.config.schema import run_schema
 from slime_core.contracts.engine import Capability
 from slime_core.controller.manifest import build_manifest
-from slime_core.errors import ConfigError, PluginError
+from slime_core.errors import ConfigError
+from slime_core.registry.install_hints import install_hint
 
 
 @pytest.fixture
@@ -439,84 +437,7 @@ def test_problems_of_sets_name_where_they_were_typed_and_come_once(complaints):
     only(told, r"^eval\.datasets\.plain\.temprature: unknown option; close match: temperature")
 
 
-# --- Schema, explanations, round trip ---------------------------------------------------------------------------------
-
-
-CHOSEN = {"algo": "gspo", "reward": "math"}
-
-
-def test_the_schema_is_valid_and_takes_what_the_binding_takes(bound, tmp_path):
-    schema = run_schema(CHOSEN)
-    validator = jsonschema.Draft202012Validator
-    validator.check_schema(schema)
-    file = {
-        "name": "a",
-        "model": {"hf_checkpoint": "base"},
-        "data": {"prompt_data": ["train.jsonl"]},
-        "backend": "fake",
-        "engine": {"name": "fake", "mem_fraction_static": 0.5},
-        "reward": {"name": "math", "max_symbolic_chars": 3},
-        "algo": {"name": "gspo", "eps_clip": 0.1, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "aggregation": "seq_mean"},
-        "rollout": {
-            "rollout_batch_size": 1,
-            "rollout_max_response_len": 4,
-            "filters": ["nonzero_std", {"name": "length"}],
-        },
-        "train": {"num_rollout": 1, "lr": 1e-4},
-        "eval": {"datasets": {"held_out": {"path": "x", "reward": "math"}}},
-        "trackers": ["jsonl", {"name": "tensorboard"}],
-    }
-
-    def wrong(**changes):
-        return [error.message for error in validator(schema).iter_errors({**file, **changes})]
-
-    assert wrong() == []
-    assert wrong(algo="gspo", reward="math") == []
-    assert wrong(algo={"name": "gspo", "eps_clipp": 0.1})
-    assert wrong(algo={"name": "grpo"})
-    assert wrong(train={"num_rollout": 1, "lrr": 1})
-    assert wrong(train={"num_rollout": "many"})
-    assert wrong(model={})
-    assert wrong(trackers=[{"folder": "x"}])
-    algo = schema["$defs"]["algo_gspo"]
-    assert algo["properties"]["eps_clip"]["default"] == 3e-4
-    assert "Weight of the KL term" in algo["properties"]["kl_loss_coef"]["description"]
-    assert algo["properties"]["name"] == {"const": "gspo"}
-
-
-def test_the_schema_of_an_unknown_plugin():
-    with pytest.raises(PluginError, match="close match: gspo"):
-        run_schema({"algo": "gsp0"})
-
-
-@pytest.mark.parametrize("key", ["lr", "--lr", "train.lr", "--train.lr"])
-def test_explaining_a_kernel_key(key):
-    text = explain_key(key, CHOSEN)
-    assert text.startswith("train.lr\n")
-    for part in ("flag     --lr", "type     float, gt=0", "default  1e-06", "owner    slime", "Highest learning rate."):
-        assert part in text
-
-
-def test_explaining_a_plugins_key():
-    text = explain_key("eps-clip", {"algo": "gspo"})
-    assert "default  0.0003" in text
-    assert "owner    sequence_clip (slime-grpo" in text
-    everywhere = explain_key("algo.eps_clip", {})
-    assert everywhere.count("algo.eps_clip\n") == 3  # clip, sequence_clip, cispo
-
-
-def test_explaining_what_is_not_there():
-    with pytest.raises(ConfigError, match=r"train\.lrr: unknown key; close match: train\.lr"):
-        explain_key("train.lrr", CHOSEN)
-
-
-def test_the_list_of_keys_has_every_key_once():
-    lines = list_keys(CHOSEN).splitlines()
-    keys = [line.split()[0] for line in lines]
-    assert {"train.lr", "algo.eps_clip", "algo.kl_loss_coef", "rollout.filters", "reward.max_symbolic_chars"} <= set(
-        keys
-    )
-    assert len(keys) == len(set(keys))
+# --- Round trip ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_resolved_config_is_a_run_file_of_the_same_run(bound, tmp_path):
@@ -531,3 +452,103 @@ def test_the_resolved_config_is_a_run_file_of_the_same_run(bound, tmp_path):
     resolved = dict(build_manifest(again, data_fingerprint="d").config) | {"runs_dir": manifest.config["runs_dir"]}
     assert resolved == manifest.config
     assert build_manifest(again, data_fingerprint="d").fingerprint == manifest.fingerprint
+
+
+# --- Launchers and optimizers -----------------------------------------------------------------------------------------
+
+
+def test_a_launchers_options_are_flags_while_it_is_chosen(bound, complaints):
+    words = ("--num-cpus-per-worker", "2", "--launcher.address", "auto")
+    chosen = bound("--launcher", "ray", *words).launcher
+    assert (chosen.name, chosen.config.num_cpus_per_worker, chosen.config.address) == ("ray", 2.0, "auto")
+    only(complaints("--address", "auto"), r"^--address: unknown flag without the plugin .*: --launcher ray\.$")
+    only(complaints(extra="launcher = { cpus = 1 }"), r"^launcher\.cpus: unknown option.* Options of slime-rl")
+
+
+def test_another_launcher_drops_the_options_of_the_old_one_and_keeps_the_kernels(bound):
+    file = 'launcher = { name = "ray", address = "auto", device = "cpu" }'
+    assert bound(extra=file).launcher.config.address == "auto"
+    run = bound("--launcher", "local", extra=file)
+    assert (run.launcher.name, run.config.launcher.device) == ("local", "cpu")
+    assert "address" not in build_manifest(run, data_fingerprint="d").config["launcher"]
+
+
+def test_a_run_goes_on_under_another_launcher_where_one_insists(bound):
+    here, there = (build_manifest(bound(*words), data_fingerprint="d") for words in ((), ("--launcher", "ray")))
+    assert here.training == there.training
+    assert here.fingerprint != there.fingerprint
+    assert [m.plugins[f"launcher {name}"].split()[0] for m, name in ((here, "local"), (there, "ray"))] == [
+        "slime.launchers:slime-rl/local", "slime.launchers:slime-ray/ray",
+    ]  # fmt: skip
+
+
+def test_a_launcher_that_is_not_there(complaints):
+    only(complaints("--launcher", "rays"), r'^launcher\.name = "rays": unknown launcher; close match: ray\.')
+
+
+def test_what_is_not_installed_is_named_with_its_distribution(monkeypatch, complaints):
+    monkeypatch.setenv("SLIME_PLUGINS_DENY", "slime-ray,slime-training")
+    told = complaints("--launcher", "ray")
+    assert any('launcher.name = "ray"' in text and "slime-ray" in text for text in told)
+    assert any('train.optimizer.name = "adam"' in text and "slime-training" in text for text in told)
+    assert install_hint("slime.launchers", "ray") == "ray comes with slime-ray: pip install slime-ray"
+    assert install_hint("slime.optimizers", "adam") == "adam comes with slime-training: pip install slime-training"
+
+
+OPTIMIZERS = """
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.optimizer import OptimizerDriver
+from slime_core.plugin import driver
+
+
+class MuonConfig(DriverConfig):
+    muon_momentum: float = 0.95
+    \"\"\"Decay of the momentum.\"\"\"
+
+
+@driver("slime.optimizers", "muon")
+class Muon(OptimizerDriver):
+    Config = MuonConfig
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built while binding")
+"""
+
+
+def test_an_optimizer_is_a_name_with_options_beside_it(bound, complaints, tmp_path):
+    (tmp_path / "muon.py").write_text(OPTIMIZERS)
+    plugin = ("--plugin", str(tmp_path / "muon.py"))
+    (role,) = bound(*plugin, "--optimizer", "muon", "--muon-momentum", "0.9", "--lr", "0.5").roles
+    assert (role.optimizer.optimizer, role.optimizer.lr) == ("muon", 0.5)
+    assert role.chosen_optimizer.options.muon_momentum == 0.9
+    table = 'train.optimizer={ name = "muon", muon_momentum = 0.8 }'
+    run = bound(*plugin, "--set", table)
+    written = build_manifest(run, data_fingerprint="d").config["train"]["optimizer"]
+    assert written == {"name": "muon", "muon_momentum": 0.8}
+    only(
+        complaints(*plugin, "--train.optimizer", "moun"), r'^train\.optimizer\.name = "moun": unknown optimizer; close'
+    )
+    only(complaints("--muon-momentum", "1"), r"^--muon-momentum: unknown flag")
+    only(
+        complaints(*plugin, "--set", table.replace("momentum", "momentun")),
+        r"^train\.optimizer\.muon_momentun: unknown option; close match: muon_momentum",
+    )
+
+
+def test_an_optimizer_without_options_is_written_as_its_name(bound):
+    for words, name in (((), "adam"), (("--optimizer", "sgd"), "sgd"), (("--train.optimizer.name", "sgd"), "sgd")):
+        run = bound(*words)
+        assert build_manifest(run, data_fingerprint="d").config["train"]["optimizer"] == name
+        assert run.roles[0].optimizer.optimizer == name
+        assert bound("--optimizer", f"slime-training/{name}").roles[0].optimizer.optimizer == name
+
+
+def test_a_backend_may_refuse_an_optimizer(complaints, monkeypatch):
+    from slime_core.contracts.backend import BackendDriver
+
+    def refuse(cls, config, name, optimizer):
+        return [f"{name} of {optimizer.__name__}: no."]
+
+    monkeypatch.setattr(BackendDriver, "optimizer_problems", classmethod(refuse))
+    assert complaints("--optimizer", "sgd") == ["sgd of SgdDriver: no."]

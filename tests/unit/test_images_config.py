@@ -11,7 +11,7 @@ from slime_core.errors import ConfigError, EngineError, PluginError
 from slime_core.registry import Registry, plugin_file
 from slime_core.rollout.episode import images_of
 from slime_core.types import Image, Prompt
-from slime_core.workers.engines import require_media
+from slime_core.workers.engines import require
 
 IMAGES = ("--multimodal-keys", '{"image": "images"}')
 
@@ -99,13 +99,14 @@ def test_an_engine_that_takes_none_with_this_model_is_told(able):
     class Spec:
         class setup:
             index, model_path = 3, "models/text"
+            offload = routed_experts = reward_model = False
 
     run = able(Capability.IMAGES, Capability.VIDEOS)("--multimodal-keys", '{"image": "images", "video": "clips"}')
-    require_media(run, [Spec], [EngineInfo(capabilities=frozenset({Capability.IMAGES, Capability.VIDEOS}))])
+    require([Spec], [EngineInfo(capabilities=frozenset({Capability.IMAGES, Capability.VIDEOS}))], media=run.media)
     with pytest.raises(EngineError, match="engine 3 takes no videos with the model models/text"):
-        require_media(run, [Spec], [EngineInfo(capabilities=frozenset({Capability.IMAGES}))])
+        require([Spec], [EngineInfo(capabilities=frozenset({Capability.IMAGES}))], media=run.media)
     with pytest.raises(EngineError, match="engine 3 takes no images and no videos with the model models/text"):
-        require_media(run, [Spec], [EngineInfo(capabilities=frozenset())])
+        require([Spec], [EngineInfo(capabilities=frozenset())], media=run.media)
 
 
 def test_requests_that_begin_with_the_prompt_have_its_images():

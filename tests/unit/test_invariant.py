@@ -23,6 +23,7 @@ def same_bits(one, other):
     return equal(one.detach().numpy(), other.detach().numpy())
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("count", [1, 2, 7, 33, 100])
 def test_sums(count):
     x = random(5, count, scale=100)
@@ -35,6 +36,7 @@ def test_sums(count):
     assert same_bits(log_softmax(x)[1:3], log_softmax(x[1:3]))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("inner", "outer"), [(17, 5), (32, 48), (96, 25)])
 def test_a_row_of_a_product_does_not_depend_on_the_others(inner, outer):
     x, weight = random(70, inner), random(outer, inner, seed=1)
@@ -65,6 +67,7 @@ def test_products_that_depend_on_the_place_of_a_row_are_noticed(monkeypatch):
         require_equal_rows([(48, 32)], torch.float32)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 6])
 def test_attention(window):
     """Against the formula in float64, gradients included; and a sequence alone, with other padding, one query at a time."""
@@ -95,6 +98,7 @@ def test_attention(window):
         assert same_bits(one[0], out[n, :, last])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid"])
 def test_activations_do_not_depend_on_where_an_element_stands(name):
     function = getattr(torch.nn.functional, name)
@@ -107,6 +111,7 @@ def test_activations_do_not_depend_on_where_an_element_stands(name):
     assert torch.allclose(whole, function(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.bits
 def test_layer_norm():
     x, weight, bias = (random(*shape, seed=n).requires_grad_() for n, shape in enumerate([(70, 33), (33,), (33,)]))
     with InvariantKernels():

@@ -7,11 +7,14 @@ import slime_core
 from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
-EXEMPT = ("install_hints.py", "testing/")
+EXEMPT = ("registry/install_hints.py", "controller/earlier_names.py")
 
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
+    "adam",
     "clip",
+    "config",
+    "convert",
     "delta",
     "direct",
     "disk",
@@ -24,6 +27,10 @@ PLAIN_WORDS = {
     "local",
     "math",
     "mis",
+    "models",
+    "new",
+    "plan",
+    "pool",
     "priority",
     "random",
     "record",
@@ -37,6 +44,7 @@ PLAIN_WORDS = {
     "tis",
     "value",
     "video",
+    "view",
 }
 # What plugins wrap, and what users call them.
 WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr-grpo", "wandb"}

@@ -60,6 +60,25 @@ class Valued(BackendDriver):
 def mine(inputs, segments):
     raise AssertionError
 """
+MUON = """
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.optimizer import OptimizerDriver
+from slime_core.plugin import driver
+
+
+class MuonConfig(DriverConfig):
+    muon_momentum: float = 0.95
+    \"\"\"Decay of the momentum.\"\"\"
+
+
+@driver("slime.optimizers", "muon")
+class Muon(OptimizerDriver):
+    Config = MuonConfig
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built while binding")
+"""
 PPO = ("--algo", "ppo", "--backend", "valued")
 
 
@@ -192,6 +211,17 @@ def test_every_optimiser_key_can_be_a_roles_own():
     train = OptimizerConfig(lr=1e-3, weight_decay=0.5)
     assert RoleConfig().optimizer_config(train) == train
     assert RoleConfig(weight_decay=0.0).optimizer_config(train) == train.model_copy(update={"weight_decay": 0.0})
+
+
+def test_a_critic_may_have_an_optimizer_of_its_own(ppo, tmp_path):
+    (tmp_path / "muon.py").write_text(MUON)
+    words = ("--plugin", *(str(tmp_path / f"{name}.py") for name in ("fakes", "valued", "muon")))
+    run = ppo(*words, "--critic-optimizer", "muon", "--critic-muon-momentum", "0.7")
+    assert [role.optimizer.optimizer for role in run.roles] == ["adam", "muon"]
+    assert run.roles[1].chosen_optimizer.options.muon_momentum == 0.7
+    written = build_manifest(run, data_fingerprint="d").config
+    assert written["train"]["optimizer"] == "adam"
+    assert written["roles"]["critic"]["optimizer"] == {"name": "muon", "muon_momentum": 0.7}
 
 
 def test_places(ppo):

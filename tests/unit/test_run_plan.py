@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from slime_core.config.bound import BoundRun
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at, peak_of
 from slime_core.errors import ConfigError, ModelError
 from slime_preflight.device_memory import parse_size, target_of
 from slime_preflight.planning import Report, Unit
@@ -14,6 +13,7 @@ from slime_preflight.run_plan import needed, plan_of, savings
 from slime_preflight.step import micro_batches_of, step_of
 from slime_preflight.tenants import Target
 from slime_training.footprint import kv_bytes_per_token, num_parameters
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, bytes_at, peak_of
 
 GPU = Target(device="cuda", device_bytes=100, found="a test")
 CPU = Target(device="cpu", device_bytes=1000, found="a test")
@@ -24,7 +24,10 @@ TELLERS = """
 from slime_core.contracts.backend import BackendDriver, Layout
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.engine import Capability, EngineDriver
-from slime_core.contracts.memory import AWAKE, EngineMemory, MemoryLine, Moment, TrainerMemory, TransportMemory
+from slime_training.memory_plan import (
+    AWAKE, EngineMemory, EnginePlanner, MemoryLine, Moment, TrainerMemory, TrainerPlanner, TransportMemory,
+    TransportPlanner,
+)
 from slime_core.contracts.needs import Need
 from slime_core.contracts.transport import TransportDriver
 from slime_core.plugin import driver
@@ -46,7 +49,7 @@ class TellingConfig(DriverConfig):
 
 
 @driver("slime.backends", "telling")
-class Telling(BackendDriver):
+class Telling(TrainerPlanner, BackendDriver):
     Config = TellingConfig
     provides = BackendDriver.provides | {Need.VALUES}
 
@@ -79,7 +82,7 @@ class Telling(BackendDriver):
 
 
 @driver("slime.engines", "telling")
-class TellingEngine(EngineDriver):
+class TellingEngine(EnginePlanner, EngineDriver):
     transports = ("telling",)
     may_offer = frozenset({Capability.SLEEP})
 
@@ -100,7 +103,7 @@ class TellingEngine(EngineDriver):
 
 
 @driver("slime.transports", "telling")
-class TellingTransport(TransportDriver):
+class TellingTransport(TransportPlanner, TransportDriver):
     @classmethod
     def build(cls, config):
         raise AssertionError("nothing is built for a plan")

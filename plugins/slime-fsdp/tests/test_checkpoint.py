@@ -19,6 +19,7 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_resume_gives_the_same_bits(family, folders, start, weights_of, train, tmp_path):
     straight = start(folders(family), None, ADAM)
@@ -38,12 +39,14 @@ def test_resume_gives_the_same_bits(family, folders, start, weights_of, train, t
     assert [report.sums for report in again] == [report.sums for report in reports]
 
 
+@pytest.mark.bits
 def test_two_runs_are_the_same_bits(folders, start, weights_of, train):
     runs = [start(folders("qwen3"), None, ADAM) for _ in range(2)]
     assert [r.sums for r in train(runs[0], 3)] == [r.sums for r in train(runs[1], 3)]
     assert same(weights_of(runs[0]), weights_of(runs[1]))
 
 
+@pytest.mark.bits
 def test_a_checkpoint_before_the_first_step_can_be_resumed(folders, start, weights_of, train, tmp_path):
     straight = start(folders("qwen3"), None, ADAM)
     straight.save(tmp_path)
@@ -72,6 +75,7 @@ def test_random_generators_are_restored(folders, start, tmp_path):
     assert draw() == drawn
 
 
+@pytest.mark.bits
 def test_a_refreshed_copy_is_saved_and_an_untouched_one_is_not(folders, start, pack, samples, train, tmp_path):
     copies = {"reference": folders("qwen3"), "teacher": folders("llama")}
     backend = start(folders("qwen3"), None, ADAM, copies=copies)
@@ -87,6 +91,7 @@ def test_a_refreshed_copy_is_saved_and_an_untouched_one_is_not(folders, start, p
     np.testing.assert_array_equal(resumed.score([pack(samples)], weights="reference")[0].log_probs, wanted)
 
 
+@pytest.mark.bits
 def test_what_is_staged_is_what_is_saved(folders, start, train, contents, tmp_path):
     """Though it is written after another step, twice, in memory that is used again."""
     copies = {"reference": folders("qwen3")}

@@ -11,6 +11,7 @@ from slime_core.errors import ModelError
 from slime_fsdp.architecture import differences
 
 
+@pytest.mark.bits
 def test_copies(folders, start, pack, samples, sequence_policy):
     backend = start(folders("qwen3"), copies={"reference": folders("qwen3"), "teacher": folders("llama")})
     micro = pack(samples)

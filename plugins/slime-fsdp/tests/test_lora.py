@@ -119,6 +119,7 @@ def test_only_adapters_have_optimizer_state(folders, start, train, tmp_path):
     assert "exp_avg" in " ".join(names)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("own_folder", [False, True])
 def test_copies_are_frozen_and_refreshed(own_folder, folders, start, train, log_probs, tmp_path):
     reference = folders("qwen3")
@@ -148,6 +149,7 @@ def test_copies_are_frozen_and_refreshed(own_folder, folders, start, train, log_
         backend.refresh_copy("referense")
 
 
+@pytest.mark.bits
 def test_resume_gives_the_same_bits(folders, start, train, weights_of, tmp_path):
     straight = start(folders("qwen3"), LORA, ADAM)
     train(straight, 2)
@@ -182,6 +184,7 @@ def test_the_seed_says_where_adapters_start(folders, start, tmp_path):
     plain.close()
 
 
+@pytest.mark.bits
 def test_an_adapter_goes_on_where_it_was_saved(folders, adapters, start, log_probs, samples, oracle, train, tmp_path):
     copies = {"reference": folders("qwen3")}
     backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, copies=copies)
@@ -195,6 +198,7 @@ def test_an_adapter_goes_on_where_it_was_saved(folders, adapters, start, log_pro
     np.testing.assert_array_equal(log_probs(again), log_probs(backend))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_critic_trains_its_head_whole(family, folders, start, pack, samples, sequence_policy, tmp_path):
     backend = start(folders(family), LORA, ADAM, head="value")

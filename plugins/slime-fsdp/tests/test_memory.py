@@ -11,12 +11,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.contracts.memory import Moment, TrainerLoad, bytes_at, peak_of
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.plugin import Fsdp
 from slime_training.footprint import DecoderShape, kept_per_token
+from slime_training.memory_plan import Moment, TrainerLoad, bytes_at, peak_of
 
 GIB = 2**30
 QWEN3 = {

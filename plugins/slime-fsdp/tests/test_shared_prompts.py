@@ -76,6 +76,7 @@ def test_nothing_in_common_leaves_the_stream(chosen, groups, pack):
     assert share_prompts(pack([groups[number] for number in chosen])) is None
 
 
+@pytest.mark.bits
 def test_the_same_bits_every_time(groups, start, pack, folders, weights_of, sequence_policy):
     """Gradients of a shared prompt are added in a fixed order, with several threads too."""
     before = torch.get_num_threads()

@@ -9,6 +9,7 @@ from slime_core.errors import ConfigError
 from slime_fsdp.optimizer import learning_rate
 
 
+@pytest.mark.bits
 def test_a_step_that_is_not_finite_changes_nothing(
     folders, start, pack, samples, weights_of, sequence_policy, tmp_path
 ):
@@ -120,6 +121,7 @@ def test_nothing_left_to_train_is_an_error(folders, start):
         start(folders("llama"), {"only_train_params_name_list": ["no such name"]})
 
 
+@pytest.mark.bits
 def test_sleep_and_wake_change_nothing_on_the_cpu(folders, start, pack, samples, sequence_policy):
     backend = start(folders("qwen3"))
     backend.train_step([pack(samples)], sequence_policy())

@@ -48,6 +48,7 @@ def test_one_ranks_nan_makes_both_skip(ranks):
             assert torch.equal(weight, skipped["weights"][name])
 
 
+@pytest.mark.bits
 def test_save_hf_on_two_ranks_is_what_is_exported(ranks):
     weights = ranks("skip")[0]["weights"]
     saved = load_file(ranks.folder / "hf" / "model.safetensors")
@@ -104,6 +105,7 @@ def test_context_parallel_with_a_sliding_window(ranks, folders, start, pack, sam
         np.testing.assert_allclose(part["log_probs"], wanted.log_probs[part["rows"]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("prefix", ["", "rounded_"])
 def test_resume_on_two_ranks_is_exact(prefix, ranks, one_step):
     straight, middle, resumed = (ranks(prefix + name)[0]["weights"] for name in ("straight", "middle", "resumed"))
@@ -113,6 +115,7 @@ def test_resume_on_two_ranks_is_exact(prefix, ranks, one_step):
     assert not all(torch.equal(straight[name], middle[name]) for name in straight)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("prefix", ["", "rounded_"])
 def test_what_two_ranks_wrote_while_they_trained_is_what_they_saved(prefix, ranks, contents):
     saved, staged = contents(ranks.folder / f"{prefix}checkpoint"), contents(ranks.folder / f"{prefix}staged")
@@ -176,6 +179,7 @@ def test_adapters_on_two_ranks(ranks, folders, adapters, start, pack, samples, w
     assert all(torch.equal(weight, hf[name]) for name, weight in saved[0]["weights"].items())
 
 
+@pytest.mark.bits
 def test_resumed_adapters_on_two_ranks_are_exact(ranks, folders, adapters, start, sgd, weights_of):
     middle, straight, resumed = (ranks(name)[0]["weights"] for name in ("lora", "lora_straight", "lora_resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)

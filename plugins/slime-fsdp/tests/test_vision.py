@@ -141,6 +141,7 @@ def test_gradients_are_those_of_samples_alone(folder, processor, samples):
     backend.close()
 
 
+@pytest.mark.bits
 def test_values_and_their_gradients_are_those_of_samples_alone(folder, processor, samples, tmp_path):
     backend = backend_of(folder, head="value")
     backend.save_hf(tmp_path / "critic")

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from slime_plugin_kit.tiny_model import with_longer_header
+
 
 @pytest.fixture
 def trained(folders, start, pack, samples, sequence_policy):
@@ -21,6 +23,7 @@ def trained(folders, start, pack, samples, sequence_policy):
     return build
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_export_and_save_hf_are_what_transformers_loads(
     family, trained, folders, weights_of, pack, samples, start, tmp_path
@@ -83,6 +86,7 @@ def test_a_model_that_brings_its_code_is_saved_with_it(folders, start, tmp_path,
     assert type(model).__name__ == "OwnForCausalLM"
 
 
+@pytest.mark.bits
 def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, start, pack, samples, tmp_path):
     fresh = start(folders("qwen3"), head="value")
     same = start(folders("qwen3"), head="value")
@@ -108,3 +112,19 @@ def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, s
             row = model(input_ids=sample.tokens[None], use_cache=False).logits[0, :, 0]
             expected.append(row[sample.prompt - 1 : len(sample.tokens) - 1])
     np.testing.assert_allclose(values, torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("linear", ["onednn", "torch"])
+def test_where_weights_begin_in_their_file_changes_no_value(linear, folders, start, pack, samples, tmp_path):
+    """Of many rows, nor of few, whose products are others."""
+    start(folders("qwen3"), head="value").save_hf(tmp_path / "model")
+    micros = [pack(samples), *(pack([sample]) for sample in samples)]
+
+    def values(num_bytes):
+        folder = with_longer_header(tmp_path / "model", tmp_path / f"{num_bytes} bytes", num_bytes)
+        scored = start(folder, {"linear": linear}, head="value").score(micros)
+        return [part.values.tobytes() for part in scored]
+
+    first, *others = (values(num_bytes) for num_bytes in (0, 4, 8, 12))
+    assert all(other == first for other in others)

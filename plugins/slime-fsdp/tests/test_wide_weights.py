@@ -14,10 +14,10 @@ from transformers import (
     Glm4MoeForCausalLM,
 )
 
-from slime_core.contracts.memory import TrainerLoad
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import open_folder
 from slime_fsdp.plugin import Fsdp
+from slime_training.memory_plan import TrainerLoad
 
 WIDE = {
     "qwen3": ("model.norm.weight", "model.layers.1.self_attn.q_norm.weight"),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from slime_core.contracts.memory import EngineLoad, Moment, bytes_at
 from slime_core.contracts.setup import EngineSetup
 from slime_local.config import DirectConfig, LocalConfig
 from slime_local.kv_store import KvStore
 from slime_local.model import load_model
 from slime_local.plugin import Direct, Local
+from slime_training.memory_plan import EngineLoad, Moment, bytes_at
 
 
 def setup_of(folder, **more):

@@ -2,6 +2,7 @@
 
 import local_oracle as oracle
 import numpy as np
+import pytest
 import torch
 
 from slime_local.random_draws import stream_keys, uniforms
@@ -106,6 +107,7 @@ async def test_draws_do_not_depend_on_the_batch(engines, qwen3):
         assert rest.token_ids.tolist() == alone.token_ids[cut:].tolist()
 
 
+@pytest.mark.bits
 async def test_equal_batches_give_equal_bits(engines, qwen3):
     engine = await engines(qwen3, max_running=7)
     batch = [oracle.request(i, p, seed=i, max_new_tokens=12) for i, p in enumerate(oracle.prompts(15, seed=11))]

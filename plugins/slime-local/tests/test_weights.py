@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from slime_core.errors import EngineError
+from slime_plugin_kit.tiny_model import with_longer_header
 
 
 async def load(engine, made):
@@ -189,3 +190,18 @@ async def test_auto_takes_what_a_trainer_on_the_cpu_sends_to_a_bfloat16_folder(e
     new = oracle.other_weights(llama, seed=10)
     await load(engine, oracle.buckets(new, version=1))
     assert await engine.checksum() == expected_checksum(new)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("linear", ["onednn", "torch"])
+async def test_where_weights_begin_in_their_file_changes_no_bit(linear, engines, qwen3, tmp_path):
+    """Decoded alone, a token's products have one row."""
+
+    async def answers(num_bytes):
+        engine = await engines(with_longer_header(qwen3, tmp_path / f"{num_bytes} bytes", num_bytes), linear=linear)
+        prompts = oracle.prompts(3, seed=7)
+        alone = [await engine.generate([oracle.request(i, prompt, seed=i)]) for i, prompt in enumerate(prompts)]
+        return [(answer.token_ids.tolist(), answer.log_probs.tobytes()) for (answer,) in alone]
+
+    first, *others = [await answers(num_bytes) for num_bytes in (0, 4, 8, 12)]
+    assert all(other == first for other in others)

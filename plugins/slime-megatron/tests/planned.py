@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_megatron.plugin import Megatron
+from slime_training.memory_plan import TrainerLoad, TrainerMemory
 
 
 def planned(options: Mapping[str, Any], load: TrainerLoad) -> TrainerMemory:

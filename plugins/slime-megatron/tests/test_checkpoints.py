@@ -71,6 +71,7 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
         assert float((got["after"][name] - tensor).abs().max()) <= FLOAT32, name
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", ["one", "tp2-sp", "dp2-distributed", "moments", "weights"])
 def test_what_was_written_beside_a_step_is_what_was_saved(layouts, case):
     """But for `.metadata`, in which torch gives each save a number and notes its folder."""
@@ -105,6 +106,7 @@ def test_moments_in_bfloat16_are_near(layouts):
     assert 1e-6 < apart < 5e-4
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kept", ["moments", "weights"])
 def test_what_is_kept_in_bfloat16_goes_on_to_the_bit(layouts, kept):
     (expected, *_), (got, *_) = layouts.ranks(kept), layouts.ranks(f"{kept} to itself")
@@ -256,6 +258,7 @@ def test_an_adam_that_counts_by_group_goes_on(folder, monkeypatch, tmp_path, opt
             assert all(torch.equal(tensor, straight[name]) for name, tensor in one.weights().items())
 
 
+@pytest.mark.bits
 def test_a_critic_goes_on(folder, tmp_path):
     training = TrainingBatch.make()
     objective = TokenObjective(loss=SquaredError(), needs=EVERY_NEED, reads_values=True)

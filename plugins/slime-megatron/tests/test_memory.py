@@ -11,11 +11,11 @@ import torch
 from families import make_family
 from planned import planned
 
-from slime_core.contracts.memory import Moment, TrainerLoad, bytes_at, peak_of
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
 from slime_megatron.plugin import Megatron
 from slime_plugin_kit.tiny_training import WHOLE, Place, TrainingBatch, objective_of, opened
+from slime_training.memory_plan import Moment, TrainerLoad, bytes_at, peak_of
 
 pytestmark = pytest.mark.megatron
 

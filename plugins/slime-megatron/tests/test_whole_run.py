@@ -72,6 +72,7 @@ def test_its_checkpoint_becomes_a_folder(project, finished):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.bits
 def test_it_goes_on_with_the_same_bits(project, finished):
     """And writes its checkpoints while it does."""
     halfway(project, "tp2", "again")

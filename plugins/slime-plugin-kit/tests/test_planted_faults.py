@@ -207,6 +207,19 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "looks_away": {"an_engine_that_stays_behind_is_an_error"},
         "carries_nothing": {"no_weights_are_an_error"},
     },
+    "launchers": {
+        "starts_nothing": set(),
+        "starts_anyway": {"without_specs_it_starts_nothing"},
+        "stops_once": {"it_can_be_stopped_at_any_time"},
+    },
+    "optimizers": {
+        "signs": set(),
+        "fixed_rate": {"the_learning_rate_is_that_of_the_groups"},
+        "noisy_steps": {"a_step_repeats_to_the_bit", "saved_and_loaded_it_goes_on_to_the_bit"},
+        "hides_momentum": {"saved_and_loaded_it_goes_on_to_the_bit"},
+        "tells_no_moment": {"its_moments_are_as_told"},
+        "widens": {"bfloat16_stays_bfloat16"},
+    },
 }
 FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
     "backends": {

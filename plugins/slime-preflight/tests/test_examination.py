@@ -10,7 +10,7 @@ from slime_preflight import examination
 from slime_preflight.examination import State, examine
 
 UNFIT = {
-    "slime-rl": ["numpy>=2.0", "torch>=99", "no-such-thing>=1", "ray>=99; extra == 'ray'"],
+    "slime-rl": ["numpy>=2.0", "slime-core>=0.1", "torch>=99", "no-such-thing>=1", "ray>=99; extra == 'ray'"],
 }
 
 
@@ -44,3 +44,26 @@ def test_what_is_missing_is_told_with_what_to_type(monkeypatch):
     assert "built for CUDA 13.0 and sees no device" in by(found, "devices")[0].told
     assert by(found, "python")[0].state is State.BAD
     assert by(found, "open files")[0].advice.startswith("ulimit -n")
+
+
+def test_a_foreign_kernel_and_what_requires_it_are_told(tmp_path, monkeypatch):
+    """slime-core is on PyPI, and a stranger's; a wheel that asks for it as an extra alone can still be used."""
+    for name, requires in (
+        ("slime-core", ""),
+        ("acme-old", "slime-core>=0.1,<0.2"),
+        ("acme-extra", "slime-core[testing]; extra == 'testing'"),
+        ("acme-new", "slime-rl>=0.2"),
+    ):
+        info = tmp_path / f"{name.replace('-', '_')}-3.1.dist-info"
+        info.mkdir()
+        required = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.1\n{required}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = by(examine(Registry()), "slime-core")
+    assert sorted((one.told.split()[0], one.state) for one in found) == [
+        ("acme-extra", State.NOTE),
+        ("acme-old", State.BAD),
+        ("slime-core", State.BAD),
+    ]
+    (foreign,) = [one for one in found if one.told.startswith("slime-core 3.1 is installed beside slime-rl")]
+    assert foreign.advice.startswith("pip uninstall slime-core && ")

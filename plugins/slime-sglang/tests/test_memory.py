@@ -6,11 +6,11 @@ import json
 import pytest
 from engine_setup import setup_for
 
-from slime_core.contracts.memory import EngineLoad, Moment, bytes_at
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model
 from slime_sglang.plugin import Sglang
 from slime_sglang.transports.config import DeltaConfig, DistributedConfig, IpcConfig
 from slime_sglang.transports.plugin import Delta, Distributed, Ipc
+from slime_training.memory_plan import EngineLoad, Moment, bytes_at
 
 pytestmark = pytest.mark.sglang
 

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
-from slime_core.config.schema import run_schema
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import ConfigError, EngineError
 from slime_core.registry import Registry
+from slime_preflight.schema import run_schema
 from slime_sglang import launching
 from slime_sglang.config import SglangOptions, make_config, server_options
 from slime_sglang.external import read_token

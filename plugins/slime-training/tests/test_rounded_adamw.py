@@ -87,6 +87,7 @@ def test_a_second_moment_that_decays_slowly_decays():
     assert (0.999 * nearest.float()).bfloat16() == nearest
 
 
+@pytest.mark.bits
 def test_how_a_value_is_rounded_depends_on_it_and_the_step_alone():
     """Not on the tensor or shard that it is in: replicas stay equal."""
     draw = torch.Generator().manual_seed(1)
@@ -100,6 +101,7 @@ def test_how_a_value_is_rounded_depends_on_it_and_the_step_alone():
     assert torch.equal(whole[:600], parts[1])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("weights", "moments"), [(F32, BF16), (BF16, F32), (BF16, BF16)])
 def test_a_loaded_state_keeps_its_dtypes_and_its_bits(weights, moments):
     """Two groups, of which only the second is trained: states are found by their numbers."""

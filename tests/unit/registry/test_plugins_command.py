@@ -115,7 +115,7 @@ def test_plugin_files_are_listed(shown, tmp_path):
 
 
 def test_check_exits_with_1_and_says_why(shown, monkeypatch):
-    monkeypatch.setenv("SLIME_PLUGINS_ALLOW", "acme-slime")
+    monkeypatch.setenv("SLIME_PLUGINS_ALLOW", "acme-slime,slime-plugin-kit")
     result = invoke("--check", "--json")
     assert result.exit_code == 1
     problems = {(r["group"], r["name"]): r["problems"] for r in json.loads(result.stdout) if r["dist"] == "acme-slime"}

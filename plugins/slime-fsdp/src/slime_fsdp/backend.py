@@ -30,6 +30,7 @@ from slime_fsdp.optimizer import (
     GradientSums,
     gradient_norm,
     learning_rate,
+    make_state,
     optimizer_tensors,
     scale_gradients,
 )
@@ -197,6 +198,8 @@ class FsdpBackend(TrainBackend):
             self._check_copy(name)
             if name in trainer.copies:
                 self._require_architecture(name)
+        if not trainer.optimizer_driver.state_before_steps:
+            make_state(trainer.optimizer, self._parameter_names(), checkpoint.shapes_and_dtypes(folder))
         checkpoint.read(folder, manifest, self._tensors(manifest.copies), trainer.ranks)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
@@ -205,14 +208,14 @@ class FsdpBackend(TrainBackend):
         """Everything a checkpoint holds besides random state; loading writes into the same tensors. The base of adapters
         is in its own folder."""
         trainer = self._ready
-        names = {id(parameter): name for name, parameter in trainer.model.model.named_parameters()}
+        names = self._parameter_names()
         state = trainer.model.model.state_dict()
         kept = trainer.model.weight_names
         if trainer.model.adapters is not None:
             frozen = {name for name, parameter in trainer.model.model.named_parameters() if not parameter.requires_grad}
             kept = [name for name in kept if name not in frozen]
         tensors = {f"model.{name}": state[name] for name in kept}
-        tensors |= optimizer_tensors(trainer.optimizer, names)
+        tensors |= optimizer_tensors(trainer.optimizer, trainer.optimizer_driver, names)
         for copy in copies:
             if copy in trainer.adapter_copies:
                 tensors |= {f"copy.{copy}.{name}": value for name, value in trainer.adapter_copies[copy].items()}
@@ -220,6 +223,9 @@ class FsdpBackend(TrainBackend):
             state = trainer.copies[copy].model.state_dict()
             tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names}
         return tensors
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._ready.model.model.named_parameters()}
 
     def refresh_copy(self, name: str) -> None:
         trainer = self._ready

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime_core.errors import CheckpointError
 from slime_fsdp.process import Ranks
@@ -111,6 +113,16 @@ def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ra
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     if manifest.world_size == (1 if ranks.mesh is None else ranks.mesh.size()):
         restore_random_state(load_file(folder / f"rng_{rank}.safetensors"))
+
+
+def shapes_and_dtypes(folder: Path) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Of all that a checkpoint holds, by name."""
+    stored = HuggingFaceStorageReader(str(folder / STATE)).read_metadata().state_dict_metadata
+    return {
+        name: (tensor.size, tensor.properties.dtype)
+        for name, tensor in stored.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
 def check_shapes(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:

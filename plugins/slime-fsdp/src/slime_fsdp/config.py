@@ -10,6 +10,7 @@ from pydantic import Field
 
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.paths import RunPath
 from slime_fsdp.supported_models import WITH_LINEAR_ATTENTION, model_problems
 
@@ -147,6 +148,15 @@ def linear_attention_problems(config: FsdpConfig) -> list[str]:
     if config.share_prompts:
         problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
     return problems
+
+
+def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+    if not config.rounds_state or optimizer.rounds_state:
+        return []
+    return [
+        f'train.optimizer = "{name}": its weights and its state are float32; leave backend.main_params_dtype, exp_avg_dtype '
+        "and exp_avg_sq_dtype out."
+    ]
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:

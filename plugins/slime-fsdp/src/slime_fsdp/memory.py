@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_fsdp.adapters import base_name, is_trained_with_adapters
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.wide_weights import wide_weights
+from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory
 from slime_training.rounded_adamw import STORED
 
 STEPPING = frozenset({Moment.REDUCE, Moment.STEP})
@@ -54,7 +55,10 @@ def memory_of(config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
         *gathered(config, load, sharding, held, len(decoder_layers(model))),
         *activations(config, load, sharding, model),
     )
-    return TrainerMemory(lines=lines, untold=untold_activations(folder.config.to_dict()))
+    untold = untold_activations(folder.config.to_dict())
+    if chosen_optimizer(setup).driver.moments is None:
+        untold = (*untold, f'the state of train.optimizer = "{setup.optimizer.optimizer}", which does not tell it')
+    return TrainerMemory(lines=lines, untold=untold)
 
 
 def parameters_of(
@@ -102,11 +106,11 @@ def states(config: FsdpConfig, load: TrainerLoad, sharding: Sharding, held: Sequ
         sums = 4 * sum(one.shard for one in trained)
         moments = BACKWARD | {Moment.REDUCE}
         yield MemoryLine(component="gradient sums", num_bytes=sums, moments=moments, place=place, note="float32")
-    if load.setup.optimizer.optimizer != "adam":
-        return
-    for component, name in (("first moment", config.exp_avg_dtype), ("second moment", config.exp_avg_sq_dtype)):
-        # torch's own optimiser gives moments the dtype of the weights.
-        width = STORED[name].itemsize if config.rounds_state else 4
+    moments = chosen_optimizer(load.setup).driver.moments or ()
+    # torch's own optimisers give moments the dtype of the weights.
+    kept_in = (config.exp_avg_dtype, config.exp_avg_sq_dtype) if config.rounds_state else ("fp32",) * len(moments)
+    for component, name in zip(moments, kept_in, strict=False):
+        width = STORED[name].itemsize
         size = width * sum(one.shard for one in trained)
         yield MemoryLine(component=component, num_bytes=size, moments=AWAKE - {Moment.SYNC}, place=place)
 

@@ -1,51 +1,39 @@
-"""AdamW or plain SGD over the trained parameters, the learning-rate schedule, gradients' sums and their norm."""
+"""The optimizer over the trained parameters, the learning-rate schedule, gradients' sums and their norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime_core.contracts.optimizer import OptimizerConfig
-from slime_core.errors import ConfigError
-from slime_fsdp.config import FsdpConfig
-from slime_training.rounded_adamw import STORED, RoundedAdamW, local
+from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState
+from slime_core.errors import CheckpointError, ConfigError
+from slime_fsdp.config import FsdpConfig, optimizer_problems
+from slime_training.rounded_adamw import local
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, options: FsdpConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
+) -> torch.optim.Optimizer:
     """Weight decay is decoupled and left off vectors (norms, biases)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
+    if problems := optimizer_problems(options, config.optimizer, chosen.driver):
+        raise ConfigError(problems)
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.optimizer == "sgd":
-        if options.rounds_state:
-            raise ConfigError(
-                'train.optimizer = "sgd": plain SGD keeps float32 weights and no moments; leave backend.main_params_dtype, '
-                "exp_avg_dtype and exp_avg_sq_dtype out."
-            )
-        return torch.optim.SGD(groups, lr=config.lr, foreach=True)
-    betas = (config.adam_beta1, config.adam_beta2)
+    rounded = None
     if options.rounds_state:
-        return RoundedAdamW(
-            groups,
-            lr=config.lr,
-            betas=betas,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            exp_avg_dtype=STORED[options.exp_avg_dtype],
-            exp_avg_sq_dtype=STORED[options.exp_avg_sq_dtype],
-        )
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        rounded = RoundedState(exp_avg=options.exp_avg_dtype, exp_avg_sq=options.exp_avg_sq_dtype)
+    return chosen.driver.build(chosen.options)(groups, config, rounded)
 
 
 def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) -> float:
@@ -116,20 +104,38 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     torch._foreach_mul_(gradients, factor)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
-    """All tensors of AdamW's state under the names of their parameters, made now if no step has made them."""
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return {}
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, driver: type[OptimizerDriver], names: dict[int, str]
+) -> dict[str, Tensor]:
+    """All tensors of its state, by the names of their parameters."""
     tensors = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state: dict[str, Any] = optimizer.state[parameter]
-            if isinstance(optimizer, RoundedAdamW):
-                state = optimizer.state_of(parameter)
-            elif not state:
-                # As AdamW's own first step does for fused=True.
-                state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state = driver.state_of(optimizer, parameter)
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(
+                        f"{driver.__name__}: its state {key} is {value!r}; a checkpoint takes tensors alone."
+                    )
             tensors |= {f"optimizer.{key}.{names[id(parameter)]}": value for key, value in state.items()}
     return tensors
+
+
+def make_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, tuple[Sequence[int], torch.dtype]]
+) -> None:
+    """The state that a checkpoint has, for loading to write into, in place of what steps have made. `saved`: shapes and
+    dtypes by the names of `optimizer_tensors`."""
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    for name, (shape, dtype) in saved.items():
+        key, _, of = name.removeprefix("optimizer.").partition(".")
+        parameter = parameters.get(of)
+        if not name.startswith("optimizer.") or parameter is None:
+            continue
+        if tuple(shape) == tuple(parameter.shape):
+            value = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            # torch's own optimizers count their steps on the host.
+            value = torch.zeros(tuple(shape), dtype=dtype, device=local(parameter).device if shape else "cpu")
+        optimizer.state[parameter][key] = value

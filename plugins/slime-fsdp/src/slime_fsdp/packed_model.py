@@ -32,6 +32,7 @@ from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.supported_models import WITH_IMAGES
 from slime_fsdp.vision import hidden_states
 from slime_fsdp.wide_weights import wide_weights
+from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.file_form import is_as_in_files
@@ -206,6 +207,8 @@ def build_model(
     wide = wide_weights(model, folder)
     frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters)
     store_parameters(model, kept, frozen, wide)
+    # The same weights give the same bits, whatever file they come from.
+    align(model)
     if placement.true_on_policy:
         if delta_nets(model):
             raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
-from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
-from slime_fsdp.config import FsdpConfig, layout_of, problems_of, true_on_policy_problems
+from slime_core.contracts.optimizer import OptimizerDriver
+from slime_fsdp.config import FsdpConfig, layout_of, optimizer_problems, problems_of, true_on_policy_problems
+from slime_training.chosen_optimizer import chosen_optimizer
+from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
-class Fsdp(BackendDriver):
+class Fsdp(TrainerPlanner, BackendDriver):
     """torch FSDP2 over the causal language models of transformers, on CPU (gloo) or GPU (NCCL)."""
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig
@@ -52,14 +54,17 @@ class Fsdp(BackendDriver):
         if load.setup.device == "cpu":
             return anywhere
         moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-        of_states = (
-            [] if load.setup.optimizer.optimizer == "sgd" else [moments, {"main_params_dtype": "bf16", **moments}]
-        )
+        rounds = chosen_optimizer(load.setup).driver.rounds_state
+        of_states = [moments, {"main_params_dtype": "bf16", **moments}] if rounds else []
         return [*anywhere, *of_states, {"compile": True}, {"fsdp_cpu_offload": True}]
 
     @classmethod
     def true_on_policy_problems(cls, config: FsdpConfig) -> list[str]:
         return true_on_policy_problems(config)
+
+    @classmethod
+    def optimizer_problems(cls, config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        return optimizer_problems(config, name, optimizer)
 
     @classmethod
     def problems(cls, config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.contracts.backend import Layout
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
 from slime_fsdp.adapters import values_without_effect
@@ -20,6 +21,7 @@ from slime_fsdp.packed_model import PackedModel, Placement, build_model
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.staging import Staging
+from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.offload import TrainerParking
 
 
@@ -34,6 +36,7 @@ class Trainer:
     folder: ModelFolder
     model: PackedModel
     optimizer: torch.optim.Optimizer
+    optimizer_driver: type[OptimizerDriver]
     copies: dict[str, PackedModel]
     adapter_copies: dict[str, dict[str, Tensor]]
     """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
@@ -77,6 +80,7 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
         for name, copy in copy_folders.items()
         if model.adapters is not None and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
     }
+    chosen = chosen_optimizer(setup)
     return Trainer(
         setup=setup,
         layout=layout,
@@ -84,7 +88,8 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
         placement=placement,
         folder=folder,
         model=model,
-        optimizer=make_optimizer(model, setup.optimizer, config),
+        optimizer=make_optimizer(model, chosen, setup.optimizer, config),
+        optimizer_driver=chosen.driver,
         copies={
             name: build_model(copy, config, placement, seed=setup.seed, trained=False)
             for name, copy in copy_folders.items()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from slime_core.contracts.memory import EngineLoad, EngineMemory, MemoryLine, Moment, TransportMemory
 from slime_core.data.model_folder import read_model_config
 from slime_local.config import DirectConfig, LocalConfig
 from slime_training.footprint import kv_bytes_per_token, num_parameters
+from slime_training.memory_plan import EngineLoad, EngineMemory, MemoryLine, Moment, TransportMemory
 
 SERVING = frozenset({Moment.ROLLOUT})
 NO_LIMIT = "keys and values: this model's layers hold something else beside them"

@@ -21,6 +21,7 @@ from slime_local.config import LocalConfig
 from slime_local.kv_store import LayerShape, ProbeView
 from slime_local.pictures import MODEL_TYPES
 from slime_models.media.image_processor import ImageProcessor
+from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
@@ -109,6 +110,8 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{setup.model_path}: engine {setup.index} cannot load the weights: {error}") from error
     network = network.to(device).eval().requires_grad_(False)
+    # The same weights give the same bits, whatever file they come from.
+    align(network)
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise ModelError(

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.transport import TransportDriver
 from slime_local.config import CAPABILITIES, DirectConfig, LocalConfig
+from slime_training.memory_plan import EnginePlanner, TransportPlanner
 
 if TYPE_CHECKING:
-    from slime_core.contracts.memory import EngineLoad, EngineMemory, TransportMemory
     from slime_local.direct import DirectTransport
     from slime_local.engine import LocalEngine
+    from slime_training.memory_plan import EngineLoad, EngineMemory, TransportMemory
 
 
-class Local(EngineDriver):
+class Local(EnginePlanner, EngineDriver):
     """The embedded engine: continuous batching over a transformers model in this process, on a CPU or one GPU."""
 
     Config = LocalConfig
@@ -39,7 +40,7 @@ class Local(EngineDriver):
         return LocalEngine(config)
 
 
-class Direct(TransportDriver):
+class Direct(TransportPlanner, TransportDriver):
     """Hands the exporter's buckets to the engines: in process as they are, under Ray through shared memory."""
 
     Config = DirectConfig

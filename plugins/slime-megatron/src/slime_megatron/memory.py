@@ -18,18 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory, peak_of
 from slime_core.errors import ConfigError
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.chunks import Placement, build_chunks, dtype_of, make_config
 from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.native_optimizer import native_name
 from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.process import lay_out
 from slime_megatron.refusals import told_by_megatron
 from slime_megatron.transformer_engine import mend_absence
 from slime_training.footprint import DecoderShape, head_work, kept_per_token, not_counted, untold_activations
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, TrainerLoad, TrainerMemory, peak_of
 from slime_training.rounded_adamw import STORED
 
 BACKWARD = frozenset({Moment.LOSS, Moment.BACKWARD})
@@ -64,7 +65,7 @@ class Plan:
             options=options,
             load=load,
             dtype=dtype_of(options, setup.device),
-            distributed=options.distributes_optimizer(setup.device, setup.optimizer.optimizer),
+            distributed=options.distributes_optimizer(setup.device, native_name(setup)),
         )
 
     def of_optimizer(self, stage: Stage) -> int:
@@ -156,7 +157,7 @@ def states(plan: Plan, stage: Stage) -> Iterator[MemoryLine]:
     held = plan.of_optimizer(stage)
     if plan.dtype != torch.float32 and options.main_params_dtype == "fp32":
         yield MemoryLine(component="main weights", num_bytes=4 * held, moments=resting, note="float32")
-    if plan.load.setup.optimizer.optimizer != "adam":
+    if native_name(plan.load.setup) != "adam":
         return
     offloaded = bool(getattr(options, "optimizer_cpu_offload", None))
     place: Any = "host" if offloaded else "device"

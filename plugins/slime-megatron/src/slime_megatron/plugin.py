@@ -10,15 +10,17 @@ from typing import Any, ClassVar
 from slime_core.contracts.backend import BackendDriver, Layout, TrainBackend
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
-from slime_core.contracts.memory import TrainerLoad, TrainerMemory
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import RoutingReplay
 from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, problems_of
 from slime_megatron.layout import ranks_of
+from slime_megatron.native_optimizer import native_name, optimizer_problems
 from slime_megatron.stages import Stages
+from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
-class Megatron(BackendDriver):
+class Megatron(TrainerPlanner, BackendDriver):
     """Megatron-core over Hugging Face folders, on GPUs (NCCL) or the CPU (gloo)."""
 
     Config: ClassVar[type[DriverConfig]] = MegatronConfig
@@ -67,7 +69,7 @@ class Megatron(BackendDriver):
             {"tensor_model_parallel_size": 2 * config.tensor_model_parallel_size, "sequence_parallel": True},
             {"log_probs_chunk_size": 256},
         ]
-        if load.setup.device == "cuda" and load.setup.optimizer.optimizer == "adam" and not config.fp16:
+        if load.setup.device == "cuda" and native_name(load.setup) == "adam" and not config.fp16:
             moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
             savers += [moments, {"main_params_dtype": "bf16", **moments}]
             if config.use_distributed_optimizer is not False:
@@ -81,6 +83,10 @@ class Megatron(BackendDriver):
     @classmethod
     def layout(cls, config: MegatronOptions, rank: int, world_size: int) -> Layout:
         return layout_of(config, rank, world_size)
+
+    @classmethod
+    def optimizer_problems(cls, config: MegatronOptions, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
+        return optimizer_problems(name, optimizer)
 
     @classmethod
     def problems(cls, config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

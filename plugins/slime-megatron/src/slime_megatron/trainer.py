@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from slime_megatron.config import MegatronOptions, layout_of, megatron_options
 from slime_megatron.copies import Copies
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.native_optimizer import native_name
 from slime_megatron.optimizer import make_optimizer, make_schedule
 from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.process import Ranks, join
@@ -88,6 +89,7 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     torch.manual_seed(setup.seed + layout.dp_rank)
     if setup.device == "cuda":
         model_parallel_cuda_manual_seed(setup.seed)
+    setup = replace(setup, optimizer=setup.optimizer.model_copy(update={"optimizer": native_name(setup)}))
     distributed = options.distributes_optimizer(setup.device, setup.optimizer.optimizer)
     if distributed and setup.optimizer.optimizer != "adam":
         raise ConfigError("backend.use_distributed_optimizer = true: only for train.optimizer = adam.")

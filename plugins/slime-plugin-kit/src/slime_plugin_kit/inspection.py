@@ -15,6 +15,9 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from slime_core import __version__, groups
+from slime_core.cli.commands import CommandGroup, command_problem
+from slime_core.cli.main import app
+from slime_core.cli.plugins import PluginsGroup
 from slime_core.config.roles import LOSS_KEYS
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import Driver, DriverConfig
@@ -23,6 +26,7 @@ from slime_core.registry.adapt import is_plain
 from slime_core.registry.entry import KERNEL, Entry, normalized
 from slime_core.registry.hooks import Hooks
 from slime_core.registry.install_hints import HEAVY_MODULES
+from slime_core.registry.loading import old_kernel_problem
 from slime_core.registry.mark import NAME_PATTERN
 from slime_core.registry.registry import Registry, Status
 from slime_core.registry.validation import accept
@@ -68,7 +72,7 @@ def inspect_entries(registry: Registry, only: Collection[Entry] | None = None) -
     """One finding per entry (of `only`, if given), in the order of the listing; entries that are switched off are not
     imported."""
     listing = [(entry, status) for entry, status in registry.listing() if only is None or entry in only]
-    active = [entry for entry, status in listing if status is not Status.OFF]
+    active = [entry for entry, status in listing if status not in (Status.OFF, Status.OLD)]
     heavy = _heavy_imports(registry, active)
     return [
         Finding(entry, status, () if status is Status.OFF else tuple(_problems(registry, entry, status, heavy)))
@@ -77,11 +81,14 @@ def inspect_entries(registry: Registry, only: Collection[Entry] | None = None) -
 
 
 def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[Entry, Sequence[str]]) -> Iterable[str]:
+    if status is Status.OLD:
+        yield old_kernel_problem(entry)
+        return
     if status is Status.UNKNOWN_GROUP:
         close = near_matches(entry.group, groups.NOUNS)
         yield f"nothing reads the group {entry.group}{'; close match: ' + close[0] if close else ''}"
         return
-    if not NAME_PATTERN.fullmatch(entry.name):
+    if not NAME_PATTERN.fullmatch(entry.name.rpartition(".")[2] if entry.group == groups.COMMANDS else entry.name):
         yield f'"{entry.name}" is not a name that users can type: lower-case letters, digits, - and _'
     twins = [e for e in registry.entries(entry.group) if e.name == entry.name and e.is_from(entry.dist)]
     if len(twins) > 1:
@@ -95,6 +102,9 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
         if entry.group == groups.HOOKS:
             Hooks({entry.qualified: loaded})
             return
+        if entry.group == groups.COMMANDS:
+            yield from command_problems(entry, loaded)
+            return
         accepted = accept(entry, loaded, where=entry.qualified)
     except PluginError as error:
         yield str(error)
@@ -103,6 +113,18 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
         yield from recipe_problems(registry, accepted)
     elif isinstance(accepted, type) and issubclass(accepted, Driver) and not is_plain(entry.group, loaded):
         yield from driver_problems(accepted)
+
+
+def command_problems(entry: Entry, loaded: object) -> Iterable[str]:
+    """What `slime` cannot run, or never looks at."""
+    parents = [group.parent for group in (CommandGroup, PluginsGroup)]
+    if entry.name.rpartition(".")[0] not in parents:
+        yield f"nothing reads the command {entry.name}: there is {' and '.join(f'{p}.NAME'.strip('.') for p in parents)}"
+    kernels = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    if entry.name in kernels:
+        yield f"{KERNEL} has a command {entry.name}: give it another name"
+    if problem := command_problem(entry, loaded):
+        yield problem
 
 
 def driver_problems(driver: type[Driver[Any]]) -> Iterable[str]:

@@ -9,7 +9,7 @@ from slime_core import groups
 from slime_plugin_kit.algorithm_kinds import ADVANTAGES, ALGORITHMS, CORRECTIONS, KL, LOSSES, SHAPING
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.kind import Kind, prop
-from slime_plugin_kit.model_kinds import BACKENDS, ENGINES
+from slime_plugin_kit.model_kinds import BACKENDS, ENGINES, LAUNCHERS, OPTIMIZERS
 from slime_plugin_kit.rollout_kinds import (
     BUFFER_FILTERS,
     COLLECTORS,
@@ -75,4 +75,6 @@ KINDS: Final = (
     TRANSPORTS,
     BACKENDS,
     ENGINES,
+    LAUNCHERS,
+    OPTIMIZERS,
 )

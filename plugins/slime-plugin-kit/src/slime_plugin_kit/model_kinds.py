@@ -105,3 +105,36 @@ ENGINES: Final = Kind(
         prop("a_stopped_engine_says_so", "what runs when it stops fails, and so does what comes later"),
     ),
 )
+
+
+LAUNCHERS: Final = Kind(
+    name="launchers",
+    holds=registered_in(groups.LAUNCHERS),
+    properties=(
+        prop("without_specs_it_starts_nothing", "where there is nothing to start, it starts nothing"),
+        prop("it_can_be_stopped_at_any_time", "it can be stopped before anything was started, and twice"),
+    ),
+)
+
+
+def tells_moments(case: Case) -> bool:
+    return case.driver.moments is not None
+
+
+def rounds_state(case: Case) -> bool:
+    return bool(case.driver.rounds_state)
+
+
+OPTIMIZERS: Final = Kind(
+    name="optimizers",
+    holds=registered_in(groups.OPTIMIZERS),
+    properties=(
+        prop("a_step_repeats_to_the_bit", "the same steps from a new start change the same bits"),
+        prop("the_learning_rate_is_that_of_the_groups", "at a learning rate of 0, set before a step, nothing changes"),
+        prop(
+            "saved_and_loaded_it_goes_on_to_the_bit", "what its state tells is all that it needs to go on, to the bit"
+        ),
+        prop("its_moments_are_as_told", "it holds as much as a plan of memory counts", applies=tells_moments),
+        prop("bfloat16_stays_bfloat16", "bfloat16 weights and moments move, and stay bfloat16", applies=rounds_state),
+    ),
+)

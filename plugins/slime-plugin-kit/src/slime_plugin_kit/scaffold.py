@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError, PluginError, unknown_name
 from slime_core.registry.mark import NAME_PATTERN
 from slime_core.registry.plugin_file import PluginFile
 
-TEMPLATES: Final = files("slime_core.cli") / "templates"
+TEMPLATES: Final = files("slime_plugin_kit") / "templates"
 ALGORITHM: Final = "algorithm"
 PROJECT: Final = Template(
     """\

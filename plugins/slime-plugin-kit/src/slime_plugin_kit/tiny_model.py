@@ -5,6 +5,7 @@ Legend: R response tokens of one sequence, V vocabulary.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,17 @@ def load_plain(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def with_longer_header(folder: Path, target: Path, num_bytes: int) -> Path:
+    """A copy in whose only file of weights all begin as many bytes later."""
+    shutil.copytree(folder, target)
+    file = target / "model.safetensors"
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:start] + b" " * num_bytes
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+    return target
 
 
 def moved(model: Any, seed: int, scale: float = 0.05) -> Any:

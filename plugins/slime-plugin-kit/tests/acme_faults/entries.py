@@ -186,6 +186,19 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         looks_away="LooksAway",
         carries_nothing="CarriesNothing",
     ),
+    "slime.launchers": named(
+        starts_nothing="STARTS_NOTHING",
+        starts_anyway="STARTS_ANYWAY",
+        stops_once="STOPS_ONCE",
+    ),
+    "slime.optimizers": named(
+        signs="SIGNS",
+        fixed_rate="FIXED_RATE",
+        noisy_steps="NOISY_STEPS",
+        hides_momentum="HIDES_MOMENTUM",
+        tells_no_moment="TELLS_NO_MOMENT",
+        widens="WIDENS",
+    ),
 }
 
 MODELS = "acme_faults.models"

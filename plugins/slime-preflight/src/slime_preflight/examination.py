@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 from slime_core import __version__, groups
 from slime_core.errors import PluginError
 from slime_core.registry import Registry, Status
+from slime_core.registry.entry import KERNEL, OLD_KERNEL, normalized
+from slime_core.registry.installed import requires_old_kernel
 
 PYTHONS: Final = ((3, 11), (3, 13))
 FEW_FILES: Final = 4096
@@ -48,7 +50,7 @@ class Found:
 def examine(registry: Registry) -> list[Found]:
     """Everything, in the order in which it is printed."""
     checks: tuple[Callable[[Registry], Iterable[Found]], ...] = (
-        python, packages, devices, cluster, plugins, machine,
+        python, packages, old_kernel, devices, cluster, plugins, machine,
     )  # fmt: skip
     return [found for check in checks for found in check(registry)]
 
@@ -84,6 +86,9 @@ def unmet(dist: str) -> Iterator[tuple[str, Requirement, str]]:
     """Requirements of a distribution, without its extras, that do not hold; and what is there instead."""
     for text in importlib.metadata.requires(dist) or ():
         requirement = Requirement(text)
+        if normalized(requirement.name) == OLD_KERNEL:
+            # Not a word on how to install it: `old_kernel` tells of it.
+            continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -93,6 +98,28 @@ def unmet(dist: str) -> Iterator[tuple[str, Requirement, str]]:
             continue
         if not requirement.specifier.contains(there, prereleases=True):
             yield dist, requirement, there
+
+
+def old_kernel(_: Registry) -> Iterator[Found]:
+    """A distribution that has the kernel's old name, which is a stranger's now, and those that require it."""
+    for dist in importlib.metadata.distributions():
+        name, requirements = dist.name, dist.requires or ()
+        if normalized(name) == OLD_KERNEL:
+            yield Found(
+                what=OLD_KERNEL,
+                state=State.BAD,
+                told=f"{name} {dist.version} is installed beside {KERNEL}. It is no part of slime, or a kernel of 0.1",
+                # They may have written to the same folder.
+                advice=f"pip uninstall {OLD_KERNEL} && pip install --force-reinstall --no-deps {KERNEL}",
+            )
+        elif any(normalized(Requirement(text).name) == OLD_KERNEL for text in requirements):
+            refused = requires_old_kernel(requirements)
+            yield Found(
+                what=OLD_KERNEL,
+                state=State.BAD if refused else State.NOTE,
+                told=f"{name} {dist.version} requires {OLD_KERNEL}, as if for slime 0.1; on PyPI that is somebody else's",
+                advice=f"pip install --upgrade {name}, to a version that requires {KERNEL}",
+            )
 
 
 def devices(_: Registry) -> Iterator[Found]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slime_core.contracts.memory import TRAINING, MemoryLine, Moment, TransportMemory
 from slime_preflight.tenants import PlannedEngines, PlannedRole
+from slime_training.memory_plan import TRAINING, MemoryLine, Moment, TransportMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from slime_core.config.bound import BoundRun
-from slime_core.contracts.memory import AWAKE, MemoryLine, Moment, bytes_at
 from slime_preflight.device_memory import target_of
 from slime_preflight.phases import DeviceGroup
 from slime_preflight.run_plan import Plan, Saving, needed, plan_of, savings
 from slime_preflight.tenants import PlannedEngines
+from slime_training.memory_plan import AWAKE, MemoryLine, Moment, bytes_at
 
 SMALL_PLAN: Final = 4 * 2**30
 """Below that, sizes are told in MiB."""

@@ -9,6 +9,7 @@ from typing import Any
 from slime_core.config.bound import BoundRun
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
+from slime_core.config.trained_roles import with_roles
 from slime_core.data.model_folder import read_model_config
 from slime_preflight.phases import DeviceGroup, Sharing, device_group
 from slime_preflight.step import Step, step_of
@@ -64,7 +65,7 @@ def device_groups(run: BoundRun, target: Target, step: Step) -> Iterator[DeviceG
     launcher = run.config.launcher
     roles, engines, push = planned_roles(run, target, step), policy_engines(run, target), push_memory(run, target)
     # In one process everything stands on the first device; only with colocation does it take turns.
-    together = engines is not None and bool(roles) and (launcher.colocate or launcher.name == "local")
+    together = engines is not None and bool(roles) and (launcher.colocate or run.launcher.driver.single_process)
     for number, group in enumerate(roles):
         with_engines = launcher.colocate and not number
         offload = launcher.offload_train
@@ -133,13 +134,13 @@ def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
         ):
             continue
         flags = " ".join(flag_text(named, ("backend", name), value) for name, value in change.items())
-        yield flags, replace(run, backend=replace(run.backend, config=changed))
+        yield flags, with_roles(replace(run, backend=replace(run.backend, config=changed)))
     train, launcher = run.config.train, run.config.launcher
     if train.use_dynamic_batch_size and train.max_tokens_per_gpu >= 2 * FEWEST_TOKENS:
         fewer = train.max_tokens_per_gpu // 2
         changes: Mapping[str, Any] = {"max_tokens_per_gpu": fewer}
         yield flag_text(named, ("train", "max_tokens_per_gpu"), fewer), with_table(run, "train", changes)
-    if launcher.name == "ray":
+    if not run.launcher.driver.single_process:
         key, more = "actor_num_gpus_per_node", 2 * (run.num_ranks // launcher.actor_num_nodes)
         if more > launcher.num_gpus_per_node:
             key, more = "actor_num_nodes", 2 * launcher.actor_num_nodes
@@ -150,7 +151,7 @@ def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
 
 def with_table(run: BoundRun, table: str, changes: Mapping[str, Any]) -> BoundRun:
     changed = getattr(run.config, table).model_copy(update=dict(changes))
-    return replace(run, config=run.config.model_copy(update={table: changed}))
+    return with_roles(replace(run, config=run.config.model_copy(update={table: changed})))
 
 
 def flag_text(named: FlagTable, path: Sequence[str], value: object) -> str:

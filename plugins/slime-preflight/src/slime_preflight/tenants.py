@@ -10,20 +10,23 @@ from typing import Any, Final, Literal
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
 from slime_core.config.roles import BoundRole
-from slime_core.contracts.memory import (
-    EngineLoad,
-    EngineMemory,
-    MemoryLine,
-    TrainerLoad,
-    TrainerMemory,
-    TransportMemory,
-)
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.workers.engine_specs import NO_LIMIT
 from slime_core.workers.roles import sharing_devices
 from slime_preflight.step import MicroBatches, Step, micro_batches_of
 from slime_training.footprint import num_parameters
+from slime_training.memory_plan import (
+    EngineLoad,
+    EngineMemory,
+    EnginePlanner,
+    MemoryLine,
+    TrainerLoad,
+    TrainerMemory,
+    TrainerPlanner,
+    TransportMemory,
+    TransportPlanner,
+)
 
 POLICY: Final = "policy"
 """The engines that are not a row of the engines table."""
@@ -96,6 +99,7 @@ def planned_role(run: BoundRun, role: BoundRole, target: Target, step: Step) -> 
         head=role.head,
         copies=role.copies,
         optimizer=role.optimizer,
+        chosen_optimizer=role.chosen_optimizer,
         total_steps=1,
         seed=run.config.seed,
         trust_remote_code=run.config.model.trust_remote_code,
@@ -105,14 +109,15 @@ def planned_role(run: BoundRun, role: BoundRole, target: Target, step: Step) -> 
     load = TrainerLoad(
         setup=setup, tokens=micro.tokens, scored_tokens=micro.scored_tokens, num_micro_batches=micro.count
     )
+    planner = role.backend.driver if issubclass(role.backend.driver, TrainerPlanner) else None
     return PlannedRole(
         name=role.name,
         backend=role.backend.name,
         num_ranks=role.num_ranks,
         ranks_per_machine=min(role.ranks_per_node, role.num_ranks),
         micro_batches=micro,
-        memory=role.backend.driver.memory(role.backend.config, load),
-        savers=role.backend.driver.memory_savers(role.backend.config, load),
+        memory=None if planner is None else planner.memory(role.backend.config, load),
+        savers=() if planner is None else planner.memory_savers(role.backend.config, load),
     )
 
 
@@ -183,6 +188,7 @@ def planned_engines(
     prompt = config.rollout.rollout_max_prompt_len
     if prompt is not None:
         longest = min(longest, prompt + config.rollout.rollout_max_response_len)
+    load = EngineLoad(setup=setup, device_bytes=target.device_bytes)
     return PlannedEngines(
         name=name,
         engine=engine.name,
@@ -190,7 +196,7 @@ def planned_engines(
         devices_each=num_devices,
         nodes_each=setup.num_nodes,
         longest_request=longest,
-        memory=engine.driver.memory(engine.config, EngineLoad(setup=setup, device_bytes=target.device_bytes)),
+        memory=engine.driver.memory(engine.config, load) if issubclass(engine.driver, EnginePlanner) else None,
     )
 
 
@@ -202,5 +208,5 @@ def push_memory(run: BoundRun, target: Target) -> TransportMemory | None:
     element = 2 if target.device == "cuda" else 4
     folder, trusted = Path(run.config.model.hf_checkpoint), run.config.model.trust_remote_code
     num_bytes = element * num_parameters(folder, trust_remote_code=trusted)
-    told: TransportMemory | None = run.transport.driver.memory(run.transport.config, num_bytes)
-    return told
+    driver = run.transport.driver
+    return driver.memory(run.transport.config, num_bytes) if issubclass(driver, TransportPlanner) else None

@@ -17,8 +17,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime_core.config.run import LauncherConfig
 from slime_core.contracts.engine import EngineInfo
+from slime_core.contracts.launcher import LauncherSetup
 from slime_core.errors import ConfigError, EngineError, SlimeError, TrainingError
 from slime_core.rollout.engine_slot import EngineHandle
 from slime_core.workers.engine_worker import EngineWorkerSpec
@@ -27,6 +27,7 @@ from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_ray.actor_group import Crew, Member, Roster, together
 from slime_ray.actors import EngineActor, Location, TrainActor
 from slime_ray.cluster import LOOPBACK, RayCluster, fits, written
+from slime_ray.config import RayConfig
 from slime_ray.handles import RayEngine, RayRank
 from slime_serving.process_group import group_gone
 
@@ -63,10 +64,13 @@ class EngineSeat:
 class RayLauncher(Launcher):
     """See `Launcher`. `start_trainers` comes first where engines share the trainer's devices."""
 
-    def __init__(self, config: LauncherConfig, *, grace_s: float = 10.0, placement_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, config: RayConfig, setup: LauncherSetup, *, grace_s: float = 10.0, placement_timeout_s: float = 60.0
+    ) -> None:
         """`grace_s`: what a worker gets to end by itself, and other ranks to finish after one has failed.
         `placement_timeout_s`: what a cluster gets to find room."""
         self._config = config
+        self._setup = setup
         self._grace_s = grace_s
         self._placement_timeout_s = placement_timeout_s
         self._cluster: RayCluster | None = None
@@ -85,18 +89,18 @@ class RayLauncher(Launcher):
             return []
         roles = by_role(specs)
         num_ranks = len(roles[0])
-        async with self._placing if self._config.colocate else contextlib.nullcontext():
+        async with self._placing if self._setup.colocate else contextlib.nullcontext():
             cluster = self._enter()
             # Roles that share devices take turns, so they count once.
             self._num_ranks += num_ranks
             gpus = 1.0 if specs[0].setup.device == "cuda" else 0.0
-            roles_on_device = len(roles) + (1 if self._config.colocate else 0)
+            roles_on_device = len(roles) + (1 if self._setup.colocate else 0)
             names = " and ".join(of_role[0].setup.role for of_role in roles)
             group = await self._reserve(num_ranks, self._config.num_cpus_per_worker * roles_on_device, gpus, names)
             options = {
                 "num_cpus": self._config.num_cpus_per_worker,
                 "num_gpus": gpus / roles_on_device,
-                "runtime_env": self._runtime_env(cluster, self._num_ranks + self._config.num_engines),
+                "runtime_env": self._runtime_env(cluster, self._num_ranks + self._setup.num_engines),
             }
             crews = [self._new_crew(farewell="close") for _ in roles]
             placed = [
@@ -110,7 +114,7 @@ class RayLauncher(Launcher):
             ]
             located = [await self._locate(crew, members) for crew, members in zip(crews, placed, strict=True)]
             bundles = by_device(located[0])
-            if self._config.colocate and not self._shared_slots:
+            if self._setup.colocate and not self._shared_slots:
                 self._shared_slots = [
                     Slot(group=group, bundle=bundle, location=located[0][bundle]) for bundle in bundles
                 ]
@@ -141,7 +145,7 @@ class RayLauncher(Launcher):
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         if not specs:
             return [], []
-        async with self._placing if self._config.colocate else contextlib.nullcontext():
+        async with self._placing if self._setup.colocate else contextlib.nullcontext():
             cluster = self._enter()
             shared = [] if self._seats else list(self._shared_slots)
         num_nodes, per_node = specs[0].setup.num_nodes, specs[0].setup.devices_here

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slime_core.contracts.memory import EngineLoad, EngineMemory, MemoryLine, Moment
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_sglang.launching import tokens_in_flight
 from slime_training.footprint import kv_bytes_per_token, num_parameters
+from slime_training.memory_plan import EngineLoad, EngineMemory, MemoryLine, Moment
 
 UNSAID: Final = "keys and values: SGLang chooses mem_fraction_static when it starts; say --sglang-mem-fraction-static"
 NO_DEVICE: Final = "keys and values: they take a share of the device's memory; say --device-memory 80GiB"

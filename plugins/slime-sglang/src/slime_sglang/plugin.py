@@ -12,13 +12,14 @@ from slime_sglang import router_args
 from slime_sglang.config import make_config, may_tell_experts
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_sglang.server.hook_table import HOOKS, in_source
+from slime_training.memory_plan import EnginePlanner
 
 if TYPE_CHECKING:
-    from slime_core.contracts.memory import EngineLoad, EngineMemory
     from slime_sglang.engine import SglangEngine
+    from slime_training.memory_plan import EngineLoad, EngineMemory
 
 
-class Sglang(EngineDriver):
+class Sglang(EnginePlanner, EngineDriver):
     """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
 
     Config = make_config()

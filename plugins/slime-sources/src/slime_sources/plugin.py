@@ -158,6 +158,18 @@ class Sums(SourceDriver):
         ]
 
 
+class PoolDriver(CollectorDriver):
+    """Groups of all steps in one pool: those that finish first are trained first, what is left over goes on."""
+
+    across_steps = True
+
+    @classmethod
+    def build(cls, config: Any) -> Collector[Any]:
+        from slime_sources.pool import GroupPool
+
+        return GroupPool()
+
+
 class ReplayDriver(CollectorDriver):
     """Steps from a rollout dump; no engine is started."""
 

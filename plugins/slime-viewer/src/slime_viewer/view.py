@@ -1,24 +1,18 @@
-"""`slime view`: rollouts that a run has dumped, to read."""
+"""Read rollouts that a run has dumped: a step's groups, one group, or one answer."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from slime_viewer.order import Order
 
-class Order(StrEnum):
-    """Which groups come first."""
-
-    DRAWN = "drawn"
-    WORST = "worst"
-    BEST = "best"
-    SPREAD = "spread"
-    LONGEST = "longest"
+app = typer.Typer()
 
 
+@app.command()
 def view(
     folder: Annotated[Path, typer.Argument(help="Of a run with --dump-rollouts, or of step_*.parquet files.")],
     step: Annotated[int | None, typer.Option(help="Which step; without it the last one.")] = None,

@@ -22,7 +22,7 @@ from slime_core.data.model_folder import load_tokenizer
 from slime_core.data.table import dump_file, dumped_steps, read_groups, read_numbers
 from slime_core.errors import ConfigError, DataError
 from slime_core.types.sample import Sample, SampleGroup, Status
-from slime_viewer.view import Order
+from slime_viewer.order import Order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""`slime convert`: model folders from one format to another."""
+"""Convert a model folder: slime convert SOURCE TARGET --to NAME."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import typer
 
+from slime_core.cli.commands import TAKES_ANY_WORDS
 from slime_core.errors import ConfigError
 
+app = typer.Typer()
 USAGE = """\
 usage: slime convert SOURCE TARGET --to NAME [--option value ...] [--workers N]
 
@@ -19,6 +21,7 @@ given again. Everything is read back and compared by checksum before TARGET is t
 `slime plugins show NAME` lists a converter's options; installed converters:"""
 
 
+@app.command(context_settings=TAKES_ANY_WORDS)
 def convert(context: typer.Context) -> None:
     """Converts a model folder."""
     # `main` has looked for --debug.

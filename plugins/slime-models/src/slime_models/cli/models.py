@@ -1,4 +1,4 @@
-"""`slime models`: shapes of published models, and models with random weights."""
+"""Shapes of published models, and models with random weights."""
 
 from __future__ import annotations
 

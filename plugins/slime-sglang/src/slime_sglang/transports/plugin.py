@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slime_core.contracts.memory import MemoryLine, Moment, TransportMemory
 from slime_core.contracts.transport import TransportDriver
 from slime_sglang.transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
+from slime_training.memory_plan import MemoryLine, Moment, TransportMemory, TransportPlanner
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
@@ -32,7 +32,7 @@ def unnamed(engine: Any) -> str | None:
     return None
 
 
-class SentDriver(TransportDriver):
+class SentDriver(TransportPlanner, TransportDriver):
     serves: ClassVar[tuple[str, ...]] = ("sglang",)
     by_rank: ClassVar[bool] = False
     """Every process of a server is given weights, and SGLang numbers them by their tensor-parallel rank alone."""

@@ -1,4 +1,4 @@
-"""`slime plan`: what a run would do, before anything is started."""
+"""What a run would do and whether it fits, before anything is started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Final
 
 import typer
 
+from slime_core.cli.commands import TAKES_ANY_WORDS
+
+app = typer.Typer()
 USAGE: Final = """usage: slime plan run.toml [--json] [--device-memory 80GiB] [--flag value ...]
 
 What the run would do, with nothing started and without GPUs: processes and devices, a step, bytes on each device by component
@@ -18,6 +21,7 @@ and phase, whether it fits, and which flags would lower the peak. All flags of `
 The exit code is 1 if the run is known not to fit."""
 
 
+@app.command(context_settings=TAKES_ANY_WORDS)
 def plan(context: typer.Context) -> None:
     """Words are taken apart as those of `slime run` are."""
     words = list(context.args)

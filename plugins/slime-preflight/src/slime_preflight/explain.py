@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
+from slime_core import groups
 from slime_core.config.chosen import chosen_flags
 from slime_core.config.flags import Flag, kernel_flags
+from slime_core.config.load import merge
 from slime_core.errors import ConfigError, near_matches
 from slime_core.registry import Registry
 from slime_core.registry.options import default_text, type_text
+
+TABLES: Final = {
+    groups.BACKENDS: ("backend",),
+    groups.ENGINES: ("engine",),
+    groups.ALGORITHMS: ("algo",),
+    groups.REWARDS: ("reward",),
+    groups.LAUNCHERS: ("launcher",),
+    groups.OPTIMIZERS: ("train", "optimizer"),
+}
+"""Groups whose options are listed where nothing is chosen, with the table that chooses one."""
 
 
 def explain_key(key: str, chosen: Mapping[str, str]) -> str:
@@ -48,8 +61,8 @@ def all_flags(chosen: Mapping[str, str]) -> list[Flag]:
     flags = kernel_flags()
     if chosen:
         return flags + chosen_flags(chosen, registry, strict=True)
-    for table in ("backend", "engine", "algo", "reward"):
-        for entry in registry.entries(f"slime.{table}s" if table != "algo" else "slime.algorithms"):
-            more = chosen_flags({table: entry.qualified}, registry, strict=True)
+    for group, path in TABLES.items():
+        for entry in registry.entries(group):
+            more = chosen_flags(merge({}, [((*path, "name"), entry.qualified)]), registry, strict=True)
             flags += [flag for flag in more if flag not in flags]
     return flags

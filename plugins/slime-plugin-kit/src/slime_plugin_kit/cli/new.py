@@ -1,4 +1,4 @@
-"""`slime new`: a plugin as a distribution, from a template or from a plugin file."""
+"""Write a distribution that passes the contract kit: slime new reward NAME, or slime new --from my_reward.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import typer
 
 from slime_core.errors import ConfigError
 
+app = typer.Typer()
 
+
+@app.command()
 def new(
     kind: Annotated[
         str | None, typer.Argument(help="reward, filter, advantage, loss, algorithm, generator, tracker, hook")

@@ -1,4 +1,4 @@
-"""`slime config`: the schema of a run file, and what a key does."""
+"""Describe the keys of a run file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schema(backend: Backend = None, engine: Engine = None, algo: Algo = None, re
     """Print the JSON schema of a run file, with the options of the plugins that are named."""
     import json
 
-    from slime_core.config.schema import run_schema
+    from slime_preflight.schema import run_schema
 
     chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
     typer.echo(json.dumps(run_schema({k: v for k, v in chosen.items() if v is not None}), indent=2))
@@ -34,7 +34,7 @@ def explain(
     reward: Reward = None,
 ) -> None:
     """Say what a key does, its type, its default and who owns it; without a key, list all of them."""
-    from slime_core.config.explain import explain_key, list_keys
+    from slime_preflight.explain import explain_key, list_keys
 
     chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
     named = {k: v for k, v in chosen.items() if v is not None}

@@ -1,4 +1,4 @@
-"""`slime doctor`: what is missing, and what to type."""
+"""Look at Python, packages, devices, Ray, plugins, ports, files and disks. The exit code is 1 if something is bad."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+app = typer.Typer()
 
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Look at Python, packages, devices, Ray, plugins, ports, files and disks. The exit code is 1 if something is bad."""
     from slime_core.registry import Registry

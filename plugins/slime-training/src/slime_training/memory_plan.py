@@ -7,10 +7,10 @@ asked: nothing may be put on a device, nothing started, no weight read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from slime_core.contracts.setup import EngineSetup, TrainerSetup
@@ -114,6 +114,40 @@ class TransportMemory:
     """On the rank of the policy that sends most."""
     engine: tuple[MemoryLine, ...] = ()
     """On each device of an engine."""
+
+
+class TrainerPlanner:
+    """A base beside `BackendDriver`, of backends that say what their ranks will hold."""
+
+    @classmethod
+    def memory(cls, config: Any, load: TrainerLoad) -> TrainerMemory:
+        """What the rank that holds most will hold. Nothing is started, and no GPU, weight or process group need be there: sizes
+        come from config.json, or from a model on the meta device. ModelError for a model that it could not train."""
+        raise NotImplementedError
+
+    @classmethod
+    def memory_savers(cls, config: Any, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
+        """Options that may lower it, each entry's together: `slime plan` asks `memory` again with each, and shows those that
+        pass `problems` and do lower it."""
+        return ()
+
+
+class EnginePlanner:
+    """A base beside `EngineDriver`."""
+
+    @classmethod
+    def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:
+        """What it will hold on each of its devices; None: not known. Nothing is started, and no GPU or weight need be there."""
+        raise NotImplementedError
+
+
+class TransportPlanner:
+    """A base beside `TransportDriver`."""
+
+    @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
+        """What sending so many bytes of weights takes; None: it is not known."""
+        raise NotImplementedError
 
 
 def bytes_at(lines: Iterable[MemoryLine], moment: Moment, place: Literal["device", "host"] = "device") -> int:
