@@ -19,9 +19,10 @@ ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers"}
 
 
 def shipped(*, with_a_model: bool) -> list[str]:
-    """Names of the distributions that have, or have not, a backend or an engine."""
+    """Names of the distributions that have, or have not, a backend or an engine; those that register nothing have no
+    contract to keep."""
     projects = [tomllib.loads(path.read_text())["project"] for path in SHIPPED]
-    here = [project for project in projects if project["name"] not in ELSEWHERE]
+    here = [project for project in projects if project["name"] not in ELSEWHERE and "entry-points" in project]
     return [p["name"] for p in here if bool(WITH_A_MODEL & set(p.get("entry-points", {}))) == with_a_model]
 
 
