@@ -29,8 +29,8 @@ class Renames:
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     """Keys that there were not, and the value, as JSON has it, with which today's slime does what was done then."""
     became_plugins: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
-    """Keys, by their new names, whose values were words of the kernel and are names of plugins now; `group:distribution/name`
-    by value."""
+    """Keys, by their new names, whose values (of a table: whose keys) were words of the kernel and are names of plugins now;
+    `group:distribution/name` by value."""
     options_of: Mapping[KeyPath, str] = field(default_factory=dict)
     """Keys that a table always had and that are options of one plugin now, by its name: another's table has them no longer."""
     continued: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -62,6 +62,7 @@ RENAMES: Final = Renames(
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,
+        ("data", "multimodal_keys"): {name: f"slime.media:slime-models/{name}" for name in ("image", "video")},
     },
     options_of={("launcher", "address"): "ray", ("launcher", "num_cpus_per_worker"): "ray"},
     continued={"0.1.": CONTINUED_0_1},
@@ -74,9 +75,11 @@ def in_todays_names(content: Mapping[str, Any], renames: Renames = RENAMES) -> d
     plugins = {where: plugin_today(text, renames) for where, text in content.get("plugins", {}).items()}
     known = {text.rpartition(" ")[0] for text in plugins.values()}
     for path, by_value in renames.became_plugins.items():
-        chosen = by_value.get(str(found(config, path)))
-        if chosen is not None and chosen not in known:
-            plugins[f"{'.'.join(path)} {found(config, path)}"] = f"{chosen} {installed(chosen, '')}"
+        value = found(config, path)
+        for name in value if isinstance(value, Mapping) else (str(value),):
+            chosen = by_value.get(name)
+            if chosen is not None and chosen not in known:
+                plugins[f"{'.'.join(path)} {name}"] = f"{chosen} {installed(chosen, '')}"
     may_differ = [list(renames.keys.get(tuple(path), path)) for path in content.get("may_differ", ())]
     today = {"config": config, "plugins": plugins, "may_differ": may_differ}
     return {**content, **{key: value for key, value in today.items() if key in content}}

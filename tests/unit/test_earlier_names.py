@@ -123,3 +123,12 @@ def test_keys_that_are_one_launchers_options_now_are_no_others(launcher, kept):
     today = in_todays_names(content)
     assert today["config"]["launcher"].keys() == {"name", "device"} | kept
     assert today["plugins"] == {"train.optimizer sgd": f"slime.optimizers:slime-training/sgd {__version__}"}
+
+
+def test_modalities_of_0_1_are_plugins_now():
+    then = {"config": {"data": {"multimodal_keys": {"image": "pictures"}}}, "plugins": {}}
+    version = importlib.metadata.version("slime-models")
+    assert in_todays_names(then)["plugins"] == {
+        "data.multimodal_keys image": f"slime.media:slime-models/image {version}"
+    }
+    assert in_todays_names({"config": {"data": {"multimodal_keys": {}}}, "plugins": {}})["plugins"] == {}
