@@ -7,6 +7,7 @@ import slime_core
 from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
+# What to install for a name; and what folders of runs by 0.1 call plugins, which their manifests name.
 EXEMPT = ("registry/install_hints.py", "controller/earlier_names.py")
 
 # Names that are also plain words, or part of a contract's own vocabulary.
