@@ -151,11 +151,21 @@ def category_metrics(samples: Sequence[Sample], key: str) -> dict[str, float]:
     return {f"rollout/error_cat/{value:g}": count / len(samples) for value, count in sorted(found.items())}
 
 
-def logged_metrics(
-    asked: DebugConfig, batch: Batch, samples: Sequence[Sample], entropy: npt.NDArray[np.float32] | None
+def step_rollout_metrics(
+    asked: DebugConfig,
+    batch: Batch,
+    samples: Sequence[Sample],
+    version: int,
+    entropy: npt.NDArray[np.float32] | None = None,
 ) -> dict[str, float]:
-    """The metrics that are off by default."""
-    metrics: dict[str, float] = {}
+    """All that a step says of its rollouts; `asked`: which of what is off by default."""
+    metrics = {
+        **rollout_metrics(batch, version),
+        **group_metrics(batch),
+        **repetition_metrics(samples),
+        **reward_part_metrics(samples, "rollout/reward_part"),
+        **count_metrics(samples, "rollout/count"),
+    }
     if asked.log_passrate:
         metrics |= pass_rate_metrics(batch, always=True)
     if asked.log_correct_samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from slime_core.contracts.driver import Driver
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 ContextT = TypeVar("ContextT", contravariant=True)
 """`slime_core.rollout.context.RolloutContext`."""
+
+
+CollectorEvent: TypeAlias = Sequence[Any]
+"""Something whose time decided which groups a step has: JSON values that the collector alone reads."""
 
 
 class Named(Protocol):
@@ -40,6 +44,16 @@ class Collector(ABC, Generic[ContextT]):
     async def give_back(self, *, patient: bool) -> None:
         """Puts everything that it holds between two steps into the buffer, with what is known of it: before a checkpoint
         and at the end of a run. `patient`: what cannot be broken off soon is waited for, else given up."""
+
+    def recorded(self) -> Sequence[CollectorEvent]:
+        """What happened since the last call, in order."""
+        return ()
+
+    def follow(self, events: Sequence[CollectorEvent]) -> None:
+        """From now on things happen in the order of these, which an equal run recorded; after the last one, as they come."""
+
+    async def settled(self) -> None:
+        """Returns when nothing more is to happen before everything is given back; at once, unless it follows events."""
 
 
 class CollectorDriver(Driver[Collector[Any]]):

@@ -1,8 +1,8 @@
 """What observers can be told: one hook and one frozen event for each thing that happens in a run.
 
-Write a module (or a class) whose functions are marked with `hookimpl` and named like a hook below, each taking
-`event`, and register it in the entry-point group `slime`. Observers never change what is trained: events are frozen,
-return values are ignored, and whoever wants to change numbers writes a plugin that the config names.
+Write a module (or a class) whose functions are marked with `hookimpl` and named like a hook, each taking `event`
+(`step_trained` takes a `StepTrained`), and register it in the entry-point group `slime`. Observers never change what is
+trained: events are frozen, return values are ignored, and what changes numbers is a plugin that the config names.
 """
 
 from __future__ import annotations
@@ -212,56 +212,18 @@ class LoopHeld(Event):
     """`file:line function > ...`, the innermost last."""
 
 
-class HookSpecs:
-    """The hooks. Each takes one event; what an observer returns is ignored."""
+EVENTS: Final = tuple(
+    kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+)
+"""Every event above. A hook takes one of them, and what an observer returns is ignored."""
 
-    @hookspec
-    def run_start(self, event: RunStart) -> None: ...
-
-    @hookspec
-    def run_end(self, event: RunEnd) -> None: ...
-
-    @hookspec
-    def rollout_start(self, event: RolloutStart) -> None: ...
-
-    @hookspec
-    def rollout_end(self, event: RolloutEnd) -> None: ...
-
-    @hookspec
-    def groups_finished(self, event: GroupsFinished) -> None: ...
-
-    @hookspec
-    def batch_ready(self, event: BatchReady) -> None: ...
-
-    @hookspec
-    def step_trained(self, event: StepTrained) -> None: ...
-
-    @hookspec
-    def publish_start(self, event: PublishStart) -> None: ...
-
-    @hookspec
-    def publish_end(self, event: PublishEnd) -> None: ...
-
-    @hookspec
-    def checkpoint_saved(self, event: CheckpointSaved) -> None: ...
-
-    @hookspec
-    def eval_done(self, event: EvalDone) -> None: ...
-
-    @hookspec
-    def engine_lost(self, event: EngineLost) -> None: ...
-
-    @hookspec
-    def engine_restarted(self, event: EngineRestarted) -> None: ...
-
-    @hookspec
-    def engine_recovered(self, event: EngineRecovered) -> None: ...
-
-    @hookspec
-    def sample_failed(self, event: SampleFailed) -> None: ...
-
-    @hookspec
-    def loop_held(self, event: LoopHeld) -> None: ...
+HOOK_NAMES: Final = tuple(event.hook for event in EVENTS)
 
 
-HOOK_NAMES: Final = tuple(name for name in vars(HookSpecs) if not name.startswith("_"))
+@hookspec
+def observe(event: Event) -> None:
+    """The signature of every hook."""
+
+
+HookSpecs: Final = type("HookSpecs", (), dict.fromkeys(HOOK_NAMES, observe))
+"""The hooks, as pluggy takes them: a class with a method for each."""

@@ -72,13 +72,9 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
-    async def save(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """`write` fills the folder that it is given. StorageError if that fails for want of space; what was there before
-        stays as it was."""
-        return self.complete(await self.begin(state, write))
-
     async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Unfinished:
-        """The first part of `save`: nothing counts as saved. One at a time."""
+        """`write` fills the folder that it is given; nothing counts as saved before `complete`. One at a time. StorageError
+        if it fails for want of space; what was there before stays as it was."""
         unfinished = Unfinished(
             aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
         )
@@ -90,7 +86,7 @@ class CheckpointStore:
         return unfinished
 
     def complete(self, unfinished: Unfinished) -> Path:
-        """The second part: everything is in its folder. Waits for the disk, so it may be called in a thread."""
+        """Everything is in its folder. Waits for the disk, so it may be called in a thread."""
         aside, final = unfinished.aside, unfinished.final
         with whole_or_not_at_all(unfinished):
             files = sorted(path for path in aside.rglob("*") if path.is_file())

@@ -15,16 +15,7 @@ import numpy as np
 from slime_core.algorithm.advantages import CreditedBatch, CreditRules, assign_credit
 from slime_core.algorithm.build_batch import assemble
 from slime_core.algorithm.loss_weights import split_steps
-from slime_core.algorithm.metrics import (
-    column_metrics,
-    count_metrics,
-    group_metrics,
-    logged_metrics,
-    repetition_metrics,
-    reward_part_metrics,
-    rollout_metrics,
-    step_metrics,
-)
+from slime_core.algorithm.metrics import column_metrics, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
 from slime_core.algorithm.nonfinite import leave_out, name_samples, nonfinite_samples
 from slime_core.config.bound import BoundAlgo, BoundRun
@@ -184,12 +175,14 @@ class Learner:
         for role in trained:
             self._check_skipped(role)
         mismatch = self._mismatch(batch, scores, step_of_sample)
+        samples = [sample for group in groups for sample in group.samples]
+        shown = {**columns, **scores}
         return TrainReport(
             version=version + 1,
             steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
             rollout={
-                **rollout_metrics(batch, version),
-                **self._batch_metrics(batch, groups, {**columns, **scores}, columns.get(Need.ENTROPY)),
+                **step_rollout_metrics(self._plan.logged, batch, samples, version, columns.get(Need.ENTROPY)),
+                **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in shown.items()}),
                 **credited.metrics,
                 **counts,
             },
@@ -199,23 +192,6 @@ class Learner:
                 **self._speeds(batch, ended - scored, scoring_s, trained),
             },
         )
-
-    def _batch_metrics(
-        self,
-        batch: Batch,
-        groups: Sequence[SampleGroup],
-        columns: Mapping[str, Float32],
-        entropy: Float32 | None,
-    ) -> dict[str, float]:
-        samples = [sample for group in groups for sample in group.samples]
-        return {
-            **group_metrics(batch),
-            **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}),
-            **repetition_metrics(samples),
-            **reward_part_metrics(samples, "rollout/reward_part"),
-            **count_metrics(samples, "rollout/count"),
-            **logged_metrics(self._plan.logged, batch, samples, entropy),
-        }
 
     def _speeds(
         self, batch: Batch, training_s: float, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]

@@ -14,42 +14,26 @@ from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part
 from slime_core.config.roles import POLICY
-from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
+from slime_core.controller.earlier_names import RENAMES, KeyPath, Renames, in_todays_names
 from slime_core.errors import PluginError
 
-MAY_CHANGE: Final = (
-    ("runs_dir",),
-    ("prepare",),
-    ("trackers",),
-    ("checkpoint",),
-    ("debug",),
-    ("train", "num_rollout"),
-    ("train", "num_epoch"),
-    ("data", "on_bad_row"),
-    ("eval",),
-    ("rollout", "dump_rollouts"),
-    ("rollout", "reward_workers"),
-    ("rollout", "reward_timeout"),
-    ("rollout", "reward_retries"),
-)
+
+def key_paths(*keys: str) -> tuple[KeyPath, ...]:
+    """`train.lr` as ("train", "lr")."""
+    return tuple(tuple(key.split(".")) for key in keys)
+
+
+MAY_CHANGE: Final = key_paths(
+    "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row", "eval",
+    "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout", "rollout.reward_retries",
+)  # fmt: skip
 """Keys that a resumed run may change: they alter what is written down or how long it goes on, not what is trained."""
 
-REPLAY_MAY_CHANGE: Final = (
-    ("name",),
-    ("runs_dir",),
-    ("prepare",),
-    ("plugin",),
-    ("required_plugins",),
-    ("trackers",),
-    ("debug",),
-    ("checkpoint", "keep_checkpoints"),
-    ("checkpoint", "async_save"),
-    ("checkpoint", "save_hf"),
-    ("rollout", "dump_rollouts"),
-    ("rollout", "reward_workers"),
-    ("rollout", "reward_timeout"),
-    ("rollout", "reward_retries"),
-)
+REPLAY_MAY_CHANGE: Final = key_paths(
+    "name", "runs_dir", "prepare", "plugin", "required_plugins", "trackers", "debug", "checkpoint.keep_checkpoints",
+    "checkpoint.async_save", "checkpoint.save_hf", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
+    "rollout.reward_retries",
+)  # fmt: skip
 """Keys that the replay of a schedule may change. Not how many steps there are, nor when checkpoints are taken and what is
 evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
 are compared by their text."""
@@ -76,7 +60,7 @@ class Manifest:
     fingerprint: str
     training: str
     """The same without its name, where roles run and which rank holds what: equal, and one run can go on as the other."""
-    may_differ: tuple[tuple[str, ...], ...] = ()
+    may_differ: tuple[KeyPath, ...] = ()
     """Keys that `training` leaves out."""
 
     def to_json(self) -> str:
@@ -86,13 +70,8 @@ class Manifest:
 def resolved_config(run: BoundRun) -> dict[str, Any]:
     """The run file as it was understood: defaults filled in, plugin options bound."""
     config: dict[str, Any] = run.config.model_dump(mode="json")
-    for key, part in (
-        ("backend", run.backend),
-        ("engine", run.engine),
-        ("generate", run.generate),
-    ):
-        config[key] = table(part.name, part.config.model_dump(mode="json"))
-    rewards = [table(r.part.name, r.part.config.model_dump(mode="json")) for r in run.rewards]
+    config |= {"backend": table(run.backend), "engine": table(run.engine), "generate": table(run.generate)}
+    rewards = [table(reward.part) for reward in run.rewards]
     if run.config.rewards:
         own = ("weight", "label", "reward_key")
         config["rewards"] = [
@@ -102,38 +81,36 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     else:
         config["reward"] = rewards[0] if rewards else None
     algo = run.algo
-    keys = algo.keys.model_dump(mode="json")
-    keys |= {
-        "advantage": algo.advantage and table(algo.advantage.name, algo.advantage.config.model_dump(mode="json")),
-        "advantage_terms": [table(p.name, p.config.model_dump(mode="json")) for p in algo.advantage_terms],
-        "loss": table(algo.loss.name, algo.loss.config.model_dump(mode="json")),
-        "shaping": [table(p.name, p.config.model_dump(mode="json")) for p in algo.shaping],
-        "corrections": [table(p.name, p.config.model_dump(mode="json")) for p in algo.corrections],
+    config["algo"] = {"name": algo.name, **algo.keys.model_dump(mode="json")} | {
+        "advantage": algo.advantage and table(algo.advantage),
+        "advantage_terms": [table(part) for part in algo.advantage_terms],
+        "loss": table(algo.loss),
+        "shaping": [table(part) for part in algo.shaping],
+        "corrections": [table(part) for part in algo.corrections],
     }
     if algo.critic_loss is not None:
-        keys["critic_loss"] = table(algo.critic_loss.name, algo.critic_loss.config.model_dump(mode="json"))
-    config["algo"] = table(algo.name, keys)
+        config["algo"]["critic_loss"] = table(algo.critic_loss)
     for role, part in run.optimizers.items():
         of_role = config["train"] if role == POLICY else config["roles"][role]
-        of_role["optimizer"] = short_table(part)
+        # Its name alone, if it has no options.
+        of_role["optimizer"] = table(part) if options_of(part) else part.name
     for role, part in run.role_backends.items():
-        config["roles"][role]["backend"] = table(part.name, part.config.model_dump(mode="json"))
-    config["launcher"] = run.config.launcher.model_dump(mode="json") | run.launcher.config.model_dump(mode="json")
-    config["data"] = table(None, run.config.data.model_dump(mode="json") | run.source.config.model_dump(mode="json"))
-    config["rollout"]["collector"] = table(run.collector.name, run.collector.config.model_dump(mode="json"))
-    config["rollout"]["filters"] = [table(p.name, p.config.model_dump(mode="json")) for p in run.filters]
+        config["roles"][role]["backend"] = table(part)
+    config["launcher"] |= options_of(run.launcher)
+    config["data"] |= options_of(run.source)
+    config["rollout"]["collector"] = table(run.collector)
+    config["rollout"]["filters"] = [table(part) for part in run.filters]
     config["train"]["global_batch_size"] = run.global_batch_size
     return config
 
 
-def table(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(options) if name is None else {"name": name, **options}
+def options_of(part: Part) -> dict[str, Any]:
+    options: dict[str, Any] = part.config.model_dump(mode="json")
+    return options
 
 
-def short_table(part: Part) -> dict[str, Any] | str:
-    """Its name alone, if it has no options."""
-    options = part.config.model_dump(mode="json")
-    return table(part.name, options) if options else part.name
+def table(part: Part) -> dict[str, Any]:
+    return {"name": part.name, **options_of(part)}
 
 
 def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
@@ -164,7 +141,7 @@ def identity(
     plugin_files: Mapping[str, str],
     data: str,
     *,
-    without_keys: tuple[tuple[str, ...], ...],
+    without_keys: tuple[KeyPath, ...],
 ) -> dict[str, Any]:
     """What is the same in two starts of one run."""
     return {
@@ -214,15 +191,15 @@ def hash_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def layout_keys(run: BoundRun) -> tuple[tuple[str, ...], ...]:
+def layout_keys(run: BoundRun) -> tuple[KeyPath, ...]:
     """Where roles run and, as far as their backends can load another's checkpoint, which rank holds what."""
-    backends: dict[tuple[str, ...], Part] = {("backend",): run.backend}
+    backends: dict[KeyPath, Part] = {("backend",): run.backend}
     backends |= {("roles", role, "backend"): part for role, part in run.role_backends.items()}
     options = [(*path, option) for path, part in backends.items() for option in sorted(part.driver.layout_options)]
     return (("launcher",), *options)
 
 
-def without(config: Mapping[str, Any], paths: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+def without(config: Mapping[str, Any], paths: tuple[KeyPath, ...]) -> dict[str, Any]:
     """`config` without the keys at these paths."""
     result = dict(config)
     for path in paths:

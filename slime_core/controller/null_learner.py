@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime_core.algorithm.build_batch import assemble
-from slime_core.algorithm.metrics import (
-    group_metrics,
-    logged_metrics,
-    repetition_metrics,
-    reward_part_metrics,
-    rollout_metrics,
-)
+from slime_core.algorithm.metrics import step_rollout_metrics
 from slime_core.config.run import DebugConfig
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
@@ -29,12 +23,6 @@ class RolloutOnly:
         return TrainReport(
             version=version,
             steps=(),
-            rollout={
-                **rollout_metrics(batch, version),
-                **group_metrics(batch),
-                **repetition_metrics(samples),
-                **reward_part_metrics(samples, "rollout/reward_part"),
-                **logged_metrics(self._logged, batch, samples, None),
-            },
+            rollout=step_rollout_metrics(self._logged, batch, samples, version),
             perf={"perf/train_time": 0.0, "perf/train_tokens": 0.0},
         )

@@ -10,7 +10,6 @@ import fcntl
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -21,55 +20,22 @@ SHOWN: Final = 5
 """Differences that an error names."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths inside a run's folder."""
 
-    path: Path
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces.jsonl"
-
-    @property
-    def schedule(self) -> Path:
-        return self.path / "schedule.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def train_data(self) -> Path:
-        return self.path / "train_data"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+        self.manifest: Final = path / "manifest.json"
+        self.config: Final = path / "config.toml"
+        self.summary: Final = path / "summary.json"
+        self.events: Final = path / "events.jsonl"
+        self.traces: Final = path / "traces.jsonl"
+        self.schedule: Final = path / "schedule.jsonl"
+        self.attempts: Final = path / "attempts"
+        self.checkpoints: Final = path / "checkpoints"
+        self.rollouts: Final = path / "rollouts"
+        self.train_data: Final = path / "train_data"
+        self.hf: Final = path / "hf"
 
     def hf_of(self, role: str) -> Path:
         """Of a trained role beside the policy."""

@@ -54,16 +54,8 @@ def load_materials(run: BoundRun) -> Materials:
     check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     role_configs = {role.name: load_role_config(role, len(tokenizer)) for role in run.roles}
-    for role in run.roles:
-        for name, copy in role.copies.items():
-            if copy != role.model_path:
-                check_copy(copy, tokenizer, where=COPY_KEYS[name], trust_remote_code=config.model.trust_remote_code)
-    if run.teacher is not None:
-        trusted = config.model.trust_remote_code
-        check_copy(run.teacher.model_path, tokenizer, where="engines.teacher.load", trust_remote_code=trusted)
-    if config.model.rollout_load is not None:
-        trusted = config.model.trust_remote_code
-        check_copy(run.engine_folder, tokenizer, where="model.rollout_load", trust_remote_code=trusted)
+    for where, other in other_models(run).items():
+        check_copy(other, tokenizer, where=where, trust_remote_code=config.model.trust_remote_code)
     converter = converter_for(run) if run.pushes else None
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
@@ -84,6 +76,17 @@ def load_materials(run: BoundRun) -> Materials:
         num_rollout=count_rollouts(run, source),
         converter=converter,
     )
+
+
+def other_models(run: BoundRun) -> dict[str, Path]:
+    """Folders of models beside the trained ones that read the same tokens, by the keys that name them."""
+    copies = ((name, copy) for role in run.roles for name, copy in role.copies.items() if copy != role.model_path)
+    folders = {COPY_KEYS[name]: copy for name, copy in copies}
+    if run.teacher is not None:
+        folders["engines.teacher.load"] = run.teacher.model_path
+    if run.config.model.rollout_load is not None:
+        folders["model.rollout_load"] = run.engine_folder
+    return folders
 
 
 def media_renderer(run: BoundRun, folder: Path, tokenizer: PreTrainedTokenizerBase) -> MediaRenderer | None:

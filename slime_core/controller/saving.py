@@ -68,7 +68,7 @@ class Saving:
         if session.schedule is None:
             return
         engines = {} if session.client is None else await session.client.ask("recorded")
-        heard, session.record.heard = session.record.heard, []
+        heard = session.collector.recorded()
         # What follows the loss of an engine cannot be repeated.
         if session.client is None or not session.client.num_lost:
             session.schedule.add(engines, heard)
@@ -139,7 +139,7 @@ class Saving:
         # Engines may be what ended the run.
         asked = session.client is not None and broken is None
         engines = await session.client.ask("recorded") if session.client is not None and asked else {}
-        heard, session.record.heard = session.record.heard, []
+        heard = session.collector.recorded()
         session.schedule.checkpoint(session.state.rollout_id, engines, heard, broken=broken)
         if session.client is not None:
             session.client.script.next_part()

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from slime_core import __version__
 from slime_core.atomic_io.atomic_file import write_text
+from slime_core.contracts.collector import CollectorEvent
 from slime_core.controller.manifest import differences
 from slime_core.errors import ConfigError
-from slime_core.rollout.pool_events import News, NewsKind
 from slime_core.types.schedule import EngineEvent, EventKind
 
 SHOWN: Final = 8
@@ -29,7 +29,7 @@ class RecordedSchedule:
     """Of a whole run, over all its attempts."""
 
     engines: Mapping[int, list[EngineEvent]] = field(default_factory=dict)
-    pool: Sequence[News] = ()
+    pool: Sequence[CollectorEvent] = ()
     requests: Sequence[Mapping[str, Sequence[int]]] = ()
     """Up to each checkpoint: which engine had a request, each time that it was made."""
 
@@ -53,7 +53,7 @@ class ScheduleFile:
                 lines.append({"checkpoint": resumed_at, "broken": broken})
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
-    def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> None:
+    def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[CollectorEvent]) -> None:
         """What was heard since the last call."""
         self._append(lines_of(engines, pool))
 
@@ -61,7 +61,7 @@ class ScheduleFile:
         self,
         rollout_id: int,
         engines: Mapping[int, Sequence[EngineEvent]],
-        pool: Sequence[News],
+        pool: Sequence[CollectorEvent],
         *,
         broken: str | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class ScheduleFile:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[News]) -> list[dict[str, Any]]:
+def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[CollectorEvent]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = [{"engine": index, "events": events} for index, events in engines.items() if events]
     return [*lines, {"pool": pool}] if pool else lines
 
@@ -114,7 +114,7 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
             "it was recorded with: config.toml beside it has them."
         )
     engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
-    pool: list[News] = []
+    pool: list[CollectorEvent] = []
     requests: list[defaultdict[str, list[int]]] = [defaultdict(list)]
     # A run that was killed had gone on from its last checkpoint, and no step says how far.
     last = max((place for place, line in enumerate(lines) if "checkpoint" in line), default=0)
@@ -128,8 +128,7 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
             engines[line["engine"]].append(EngineEvent(at, EventKind(kind), tuple(names), version))
             for name in names if kind == EventKind.SUBMIT else ():
                 requests[-1][name].append(line["engine"])
-        for kind, number, ended, generated in line.get("pool", ()):
-            pool.append(News(NewsKind(kind), number, tuple(ended), tuple(generated)))
+        pool += line.get("pool", ())
         if "checkpoint" in line:
             requests.append(defaultdict(list))
     return RecordedSchedule(engines, pool, requests[:-1])

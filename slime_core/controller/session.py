@@ -42,7 +42,6 @@ from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.groups import GroupRunner
-from slime_core.rollout.pool_events import PoolRecord
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.supervisor import Admit
 from slime_core.rollout.trace import RolloutTrace
@@ -95,7 +94,6 @@ class Session:
     state: RunState
     schedule: ScheduleFile | None = None
     """Where what decided the bits is written down; None: time decides nothing."""
-    record: PoolRecord = field(default_factory=PoolRecord)
     kept_ahead: list[list[SampleGroup]]
     """Groups of steps beyond the state's that its checkpoint holds."""
     saved_rollout_id: int
@@ -133,7 +131,7 @@ class Session:
 
     async def settled(self) -> None:
         """Returns when nothing more is to happen before everything is broken off; at once, outside a replay."""
-        await self.record.settled()
+        await self.collector.settled()
         if self.client is not None:
             await self.client.script.settled()
 
@@ -156,7 +154,6 @@ class Session:
             counts=counts,
             version=version + step - self.state.rollout_id,
             max_staleness=self.run.max_staleness,
-            record=self.record,
             wanted=wanted,
         )
         # Of recorded train data the learner takes its steps from there.

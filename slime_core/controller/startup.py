@@ -33,7 +33,7 @@ from slime_core.controller.session import Session
 from slime_core.controller.supervision import supervisors
 from slime_core.errors import CheckpointError, ConfigError
 from slime_core.registry.hooks import Hooks
-from slime_core.rollout.pool_events import PoolRecord, RequestScript
+from slime_core.rollout.request_script import RequestScript
 from slime_core.workers.choose import choose_device
 from slime_core.workers.launcher import Launcher
 
@@ -172,7 +172,7 @@ async def follow(session: Session, recorded: RecordedSchedule) -> None:
         assert engine is not None
         await engine.call("follow", events)
     session.client.script = RequestScript(recorded.requests)
-    session.record = PoolRecord(recorded.pool)
+    session.collector.follow(recorded.pool)
 
 
 async def restore(session: Session, checkpoint: Path) -> None:

@@ -20,7 +20,7 @@ from slime_core.contracts.engine import Memory
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.rollout.engine_slot import EngineHandle, Message, OneEngine, Seat
-from slime_core.rollout.pool_events import RequestScript
+from slime_core.rollout.request_script import RequestScript
 from slime_core.rollout.waiting import WaitingRequests
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 

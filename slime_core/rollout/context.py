@@ -13,7 +13,6 @@ from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import GroupFilter
 from slime_core.data.buffer import DataBuffer
 from slime_core.rollout.groups import GroupRunner
-from slime_core.rollout.pool_events import PoolRecord
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 
@@ -32,8 +31,6 @@ class RolloutContext:
     runner: GroupRunner | None
     """None: the collector's driver said that it needs no engine."""
     filters: Sequence[GroupFilter]
-    record: PoolRecord = field(default_factory=PoolRecord)
-    """Where a pool writes the order of what it hears, or finds the one to keep to."""
     version: int = 0
     """Of the policy that will be trained on the step's groups."""
     max_staleness: int = 0

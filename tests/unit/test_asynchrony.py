@@ -22,7 +22,6 @@ from slime_core.controller.session import Session
 from slime_core.data.pop_first import PopFirstFilter
 from slime_core.errors import ConfigError, EngineError, Interrupted, RolloutsExhausted, StorageError
 from slime_core.registry.hooks import Hooks
-from slime_core.rollout.pool_events import News, NewsKind, PoolRecord
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.schedule import EngineEvent, EventKind
@@ -30,6 +29,8 @@ from slime_plugin_kit.fast_clock import run_fast
 from slime_plugin_kit.scripted_engine import EngineInLoop
 from slime_plugin_kit.simulated_run import Numbers, Simulation
 from slime_plugin_kit.timed_engine import TimedEngine
+from slime_sources.pool import GroupPool
+from slime_sources.pool_events import News, NewsKind
 
 SAMPLES = 2
 LONG = 3
@@ -660,6 +661,12 @@ def test_a_buffer_filter_chooses_among_finished_groups_too(tmp_path: Path) -> No
     assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
 
 
+def heard_by(session: Session) -> list[News]:
+    """By its pool, since it was last written to the schedule."""
+    assert isinstance(session.collector, GroupPool)
+    return session.collector.record.heard
+
+
 @pytest.mark.parametrize("buffer_filter", [PopFirstFilter, NewestPrompts])
 @pytest.mark.parametrize("mode", ["fully asynchronous", "partial", "asynchronous and partial"])
 def test_a_recorded_order_is_kept_to_however_long_things_take(
@@ -675,9 +682,9 @@ def test_a_recorded_order_is_kept_to_however_long_things_take(
             **changes,
         )
         session = simulation.session()
-        session.record = PoolRecord(script)
+        session.collector.follow(script)
         run_fast(run_loop(session))
-        return [[g.group_index for g in groups] for _, groups in simulation.trained], session.record.heard
+        return [[g.group_index for g in groups] for _, groups in simulation.trained], heard_by(session)
 
     slower = {"train_s": 33.0, "publish_s": 2.0}
     trained, heard = batches("recorded", [])
@@ -701,11 +708,7 @@ def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: P
     found = read_schedule(path, this)
     assert found.engines == {0: [first, EngineEvent(0, EventKind.RESTART), second], 1: [first]}
     assert found.requests == [{"a": [0], "b": [0]}, {"a": [1], "b": [1]}]
-    assert [(news.kind, news.number, news.ended) for news in found.pool] == [
-        ("step", 0, ()),
-        ("give_back", -1, (3,)),
-        ("step", 1, ()),
-    ]
+    assert found.pool == [["step", 0, [], []], ["give_back", -1, [3], []], ["step", 1, [], []]]
     other = {"train": {"lr": 2.0, "num_rollout": 6}, "plugins": {"engine": "sglang"}}
     with pytest.raises(
         ConfigError, match=r"plugins.engine: 'local' -> 'sglang'; train.lr: 1.0 -> 2.0. Start with those"
@@ -765,7 +768,7 @@ def test_what_is_repeated_ends_with_the_last_checkpoint(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"engine": 0, "ev')
     found = read_schedule(path, {})
-    assert (found.engines, found.pool) == ({0: events[:2]}, [News(NewsKind.STEP, 0)])
+    assert (found.engines, found.pool) == ({0: events[:2]}, [["step", 0, [], []]])
     assert found.requests == [{"r0": [0], "r1": [0]}]
     ScheduleFile(path, {}, resumed_at=2).checkpoint(3, {0: events[3:]}, [])
     assert read_schedule(path, {}).engines[0] == [*events[:2], EngineEvent(0, EventKind.RESTART), events[3]]
@@ -798,7 +801,7 @@ def test_what_decided_the_order_leaves_memory_with_its_step(tmp_path: Path, lose
     run_fast(run_loop(at_once))
 
     def look(version: int, groups: Sequence[Any]) -> None:
-        heard.append((len(session.record.heard), len(engine.kept)))
+        heard.append((len(heard_by(session)), len(engine.kept)))
 
     simulation = simulate(
         tmp_path / "kept", steps=40, rollout=MODES["fully asynchronous"], engines=[engine], observe=look
@@ -808,13 +811,15 @@ def test_what_decided_the_order_leaves_memory_with_its_step(tmp_path: Path, lose
     session.schedule = ScheduleFile(path, {}, resumed_at=None)
     session.client.num_lost = int(loses)
     run_fast(run_loop(session))
-    assert max(pool for pool, _ in heard) < len(at_once.record.heard) / 10
+    assert max(pool for pool, _ in heard) < len(heard_by(at_once)) / 10
     assert max(kept for _, kept in heard) < len(free.kept) / 10
     if loses:
         assert "events" not in path.read_text()
         return
     found = read_schedule(path, {})
-    assert [*found.pool, *session.record.heard] == at_once.record.heard
+    following = GroupPool()
+    following.follow(found.pool)
+    assert [*following.record.script, *heard_by(session)] == heard_by(at_once)
     assert found.engines == {0: free.kept}
 
 
@@ -827,11 +832,11 @@ def test_a_replay_in_which_nothing_more_is_heard_ends(tmp_path: Path, cause: str
 
     recorded = simulation("recorded").session()
     run_fast(run_loop(recorded))
-    heard = recorded.record.heard
+    heard = heard_by(recorded)
     place = next(place for place, news in enumerate(heard) if news.kind is NewsKind.GIVE_BACK)
     repeated = simulation("repeated")
     session = repeated.session()
-    session.record = PoolRecord([*heard[:place], News(NewsKind.GROUP, 999), *heard[place:]])
+    session.collector.follow([*heard[:place], News(NewsKind.GROUP, 999), *heard[place:]])
     client = session.client
     assert client is not None
 

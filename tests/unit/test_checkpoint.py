@@ -24,7 +24,8 @@ def save(store, step, *, text="weights", fail=None):
             raise fail
         (folder / "buffer.json").write_text("[]")
 
-    return asyncio.run(store.save(RunState(rollout_id=step, version=step, tokens=7, next_collect=step + 1), write))
+    state = RunState(rollout_id=step, version=step, tokens=7, next_collect=step + 1)
+    return store.complete(asyncio.run(store.begin(state, write)))
 
 
 def names(tmp_path):

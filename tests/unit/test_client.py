@@ -9,7 +9,7 @@ import pytest
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.pool_events import RequestScript
+from slime_core.rollout.request_script import RequestScript
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 
 

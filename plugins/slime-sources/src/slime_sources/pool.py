@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from slime_core.contracts.collector import Collector
+from slime_core.contracts.collector import Collector, CollectorEvent
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.group_filtering import check_limit, data_ended, goes_back, marked, verdict
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
-from slime_core.rollout.pool_events import News, NewsKind, PoolRecord
 from slime_core.rollout.staleness import is_stale, mask_stale
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
+from slime_sources.pool_events import News, NewsKind, PoolRecord
 
 ABORT_INTERVAL_S: Final = 3.0
 """An abort is repeated until every task has ended: one may have missed a request on its way to an engine."""
@@ -85,6 +85,8 @@ class GroupPool(Collector[RolloutContext]):
         self._broken: list[Order] = []
         """Steps that were broken off, whose refused groups nobody has been told of."""
         self._last: Order | None = None
+        self.record = PoolRecord()
+        """The order of what it hears, or the one to keep to."""
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         order = self._last = Order(step, context, wanted=context.wanted is None)
@@ -113,6 +115,16 @@ class GroupPool(Collector[RolloutContext]):
             raise
         return groups
 
+    def recorded(self) -> list[News]:
+        heard, self.record.heard = self.record.heard, []
+        return heard
+
+    def follow(self, events: Sequence[CollectorEvent]) -> None:
+        self.record.follow(events)
+
+    async def settled(self) -> None:
+        await self.record.settled()
+
     async def give_back(self, *, patient: bool) -> None:
         """Finished groups first, then what was broken off, in the order in which it was started."""
         if self._last is None:
@@ -126,7 +138,7 @@ class GroupPool(Collector[RolloutContext]):
     async def _empty(self, order: Order, patient: bool) -> None:
         members = list(self._running.values())
         items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
-        before = await self._ended(order.context.record, members)
+        before = await self._ended(members)
         try:
             await self._break_off(order.context, [member for member in members if member not in before], patient)
         finally:
@@ -171,7 +183,7 @@ class GroupPool(Collector[RolloutContext]):
         return [ready[place] for place in taken]
 
     async def _go_on(self, order: Order) -> None:
-        news = await self._hear(order.context.record)
+        news = await self._hear()
         if isinstance(news, Order):
             self._orders.append(news)
         elif isinstance(news, Wanted):
@@ -179,13 +191,13 @@ class GroupPool(Collector[RolloutContext]):
         else:
             self._judge(order, news)
 
-    async def _hear(self, record: PoolRecord) -> asyncio.Task[SampleGroup] | Order | Wanted:
+    async def _hear(self) -> asyncio.Task[SampleGroup] | Order | Wanted:
         """The next news; in a replay, those that were the next then."""
         while True:
-            due = [news for news in self._early if record.expected in (None, self._news_of(news))]
+            due = [news for news in self._early if self.record.expected in (None, self._news_of(news))]
             if due:
                 self._early.remove(due[0])
-                record.note(self._news_of(due[0]))
+                self.record.note(self._news_of(due[0]))
                 return due[0]
             news = await self._news.get()
             if isinstance(news, asyncio.Task) and not news.cancelled() and (error := news.exception()) is not None:
@@ -263,9 +275,9 @@ class GroupPool(Collector[RolloutContext]):
 
     # ---------------------------------------------------------------- breaking off
 
-    async def _ended(self, record: PoolRecord, members: Sequence[Member]) -> set[Member]:
+    async def _ended(self, members: Sequence[Member]) -> set[Member]:
         """Those that ended by themselves; in a replay, those that had done so, and they are waited for."""
-        expected = record.expected
+        expected = self.record.expected
         if expected is None or expected.kind is not NewsKind.GIVE_BACK:
             ended = {member for member in members if member.running.task.done()}
             generated = {member for member in members if member not in ended and member.running.generated}
@@ -274,7 +286,7 @@ class GroupPool(Collector[RolloutContext]):
             generated = {member for member in members if member.item.prompt.group_index in expected.generated}
             await asyncio.gather(*(member.running.all_generated.wait() for member in generated))
             await asyncio.gather(*(member.running.task for member in ended), return_exceptions=True)
-        record.note(News(NewsKind.GIVE_BACK, ended=indices(ended), generated=indices(generated)))
+        self.record.note(News(NewsKind.GIVE_BACK, ended=indices(ended), generated=indices(generated)))
         return ended
 
     async def _break_off(self, context: RolloutContext, members: Sequence[Member], patient: bool) -> None:
