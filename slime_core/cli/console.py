@@ -102,9 +102,8 @@ class Console:
 
     @hookimpl
     def checkpoint_saved(self, event: CheckpointSaved) -> None:
-        if not self._rich.is_terminal:
-            return
-        self._progress.console.print(f"checkpoint after {event.rollout_id} steps ({event.seconds:.1f} s)", style="dim")
+        if self._rich.is_terminal:
+            self._rich.print(f"checkpoint after {event.rollout_id} steps ({event.seconds:.1f} s)", style="dim")
 
     @hookimpl
     def engine_lost(self, event: EngineLost) -> None:

@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from slime_core.config.bind import bind_run
 from slime_core.config.bound import BoundRun
 from slime_core.config.chosen import absent_flags, chosen_flags
 from slime_core.config.flags import FlagTable, kernel_flags
 from slime_core.config.load import merge, read_run_file, validate
 from slime_core.config.run import PrepareConfig
+from slime_core.contracts.paths import RunPath
 from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry
 
@@ -95,10 +98,6 @@ def trace(line: str) -> None:
 
 
 def plugin_files(tables: Mapping[str, Any], base: Path) -> list[Path]:
-    from pydantic import TypeAdapter, ValidationError
-
-    from slime_core.contracts.paths import RunPath
-
     try:
         paths = TypeAdapter(tuple[RunPath, ...]).validate_python(tables.get("plugin", ()), context={"base": base})
     except ValidationError as error:

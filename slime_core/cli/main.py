@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
-from slime_core.cli import evaluate, plugins, run
+from slime_core.cli import plugins
 from slime_core.cli.commands import TAKES_ANY_WORDS, CommandGroup
-from slime_core.errors import SlimeError
+from slime_core.errors import Interrupted, SlimeError
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -20,11 +20,40 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("run", context_settings=TAKES_ANY_WORDS, help="Train: slime run run.toml [--flag value ...]")(run.run)
-app.command("eval", context_settings=TAKES_ANY_WORDS, help="Evaluate a model on the run file's evaluation sets.")(
-    evaluate.evaluate
-)
 app.add_typer(plugins.app, name="plugins")
+
+
+@app.command("run", context_settings=TAKES_ANY_WORDS, help="Train: slime run run.toml [--flag value ...]")
+def run(context: typer.Context) -> None:
+    """Words are taken apart here, not by the option parser: which flags there are depends on the plugins."""
+    words = list(context.args)
+    if not words or "--help" in words:
+        from slime_core.cli.help import print_run_help
+
+        print_run_help(words)
+        return
+    from slime_core.cli.training import run_words
+
+    try:
+        run_words(words)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before the run had started; nothing has changed.") from None
+
+
+@app.command("eval", context_settings=TAKES_ANY_WORDS, help="Evaluate a model on the run file's evaluation sets.")
+def evaluate(context: typer.Context) -> None:
+    """Evaluates the run file's model; trains nothing."""
+    words = list(context.args)
+    if not words or "--help" in words:
+        typer.echo(
+            "usage: slime eval run.toml [--flag value ...]\n\n"
+            "Evaluates model.hf_checkpoint on the run file's evaluation sets and prints the metrics as JSON.\n"
+            "--hf-checkpoint FOLDER evaluates another model, such as runs/NAME/hf."
+        )
+        return
+    from slime_core.cli.evaluating import evaluate_words
+
+    evaluate_words(words)
 
 
 def print_version(wanted: bool) -> None:

@@ -64,14 +64,8 @@ def invoke(context: typer.Context, *words: str) -> None:
 
 def record(entry: Entry, status: Status) -> dict[str, Any]:
     """An entry as JSON has it."""
-    return {
-        "group": entry.group,
-        "name": entry.name,
-        "dist": entry.dist,
-        "version": entry.version,
-        "target": entry.target,
-        "status": str(status),
-    }
+    keys = ("group", "name", "dist", "version", "target")
+    return {key: getattr(entry, key) for key in keys} | {"status": str(status)}
 
 
 def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -21,6 +21,7 @@ from slime_core.config.roles import LOSS_KEYS, POLICY
 from slime_core.config.run import EngineRow, RunConfig
 from slime_core.config.trained_roles import with_roles
 from slime_core.contracts.filter import BufferFilterDriver, FilterDriver
+from slime_core.contracts.table import Table
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
 
@@ -39,7 +40,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
     transport = bind_sync(config, engine, binder)
-    source = bind_data(config, binder)
+    source = binder.part(groups.SOURCES, options_beside(config.data, config.data.source), "data")
     rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
     collector = bind_collector(config, algo, binder)
@@ -47,7 +48,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
     )
     filters = bind_filters(config, algo, binder)
-    launcher = bind_launcher(config, binder)
+    launcher = binder.part(groups.LAUNCHERS, options_beside(config.launcher, config.launcher.name), "launcher")
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
     media = bind_media(config, binder)
@@ -84,20 +85,12 @@ def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | 
     """The weight transport: the one that is named, else the first that the engine understands."""
     preferred = engine.driver.transports if engine else ()
     name = config.sync.transport or next(iter(preferred), None)
-    if name is None:
-        return None
-    table = PluginTable.model_validate({"name": name, **(config.sync.model_extra or {})})
-    return binder.part(groups.TRANSPORTS, table, "sync")
+    return None if name is None else binder.part(groups.TRANSPORTS, options_beside(config.sync, name), "sync")
 
 
-def bind_data(config: RunConfig, binder: Binder) -> Part | None:
-    table = PluginTable.model_validate({"name": config.data.source, **(config.data.model_extra or {})})
-    return binder.part(groups.SOURCES, table, "data")
-
-
-def bind_launcher(config: RunConfig, binder: Binder) -> Part | None:
-    table = PluginTable.model_validate({"name": config.launcher.name, **(config.launcher.model_extra or {})})
-    return binder.part(groups.LAUNCHERS, table, "launcher")
+def options_beside(table: Table, name: str) -> PluginTable:
+    """What stands in a kernel's table beside its own keys, as options of the plugin of this name."""
+    return PluginTable.model_validate({"name": name, **(table.model_extra or {})})
 
 
 def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:

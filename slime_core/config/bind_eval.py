@@ -22,11 +22,8 @@ def bind_eval_set(
         return next((value for value in values if value is not None), None)
 
     def bound(group: str, field: str, run_wide: Part | None) -> Part | None:
-        for table, where in (
-            (getattr(own, field), f"eval.datasets.{name}"),
-            (getattr(evals.defaults, field), "eval.defaults"),
-        ):
-            if table is not None:
+        for where, said in ((f"eval.datasets.{name}", own), ("eval.defaults", evals.defaults)):
+            if (table := getattr(said, field)) is not None:
                 return binder.part(group, table, f"{where}.{field}")
         return run_wide
 

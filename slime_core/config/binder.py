@@ -9,7 +9,7 @@ from pathlib import Path
 from slime_core.config.part import Part
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError, PluginError
-from slime_core.registry import Registry, bind
+from slime_core.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,11 @@ class Binder:
         two kinds of driver that some groups hold. `key`: where its name was written, by default `name` in the table."""
         try:
             resolved = self.registry.resolve(group, table.name, where=key or f"{where}.name", expect=expect)
-            config = bind(resolved, table.options, where=where, base=self.base)
+            return Part.of(resolved, table.name, table.options, where=where, base=self.base)
         except ConfigError as error:
             self.problems.extend(error.problems)
         except PluginError as error:
             self.problems.append(str(error))
-        else:
-            return Part(
-                group=group, name=table.name, where=where, entry=resolved.entry, driver=resolved.driver, config=config
-            )
         return None
 
     def parts(

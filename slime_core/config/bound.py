@@ -39,12 +39,11 @@ class BoundAlgo:
     @property
     def parts(self) -> tuple[Part, ...]:
         """All of them, in a fixed order."""
-        first = () if self.advantage is None else (self.advantage,)
-        optional = (self.kl_loss, self.kl_reward, self.critic_loss)
-        return (
-            *first, *self.advantage_terms, self.loss, *(p for p in optional if p is not None), *self.shaping,
-            *self.corrections,
+        parts = (
+            self.advantage, *self.advantage_terms, self.loss, self.kl_loss, self.kl_reward, self.critic_loss,
+            *self.shaping, *self.corrections,
         )  # fmt: skip
+        return tuple(part for part in parts if part is not None)
 
     @property
     def estimators(self) -> tuple[Part, ...]:
@@ -215,15 +214,14 @@ class BoundRun:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Every plugin that the run uses, in a fixed order."""
-        evals = [p for e in self.evals for p in (*(r.part for r in e.rewards), e.generate) if p is not None]
-        transport = () if self.transport is None else (self.transport,)
-        served = tuple(row.engine for row in self.served)
-        rewards = tuple(reward.part for reward in self.rewards)
-        return (
-            self.backend, *self.role_backends.values(), self.engine, *served, *transport, *rewards, self.source,
-            self.generate, self.collector, self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *self.media,
-            *evals, self.launcher, *self.optimizers.values(), *self.algo.parts,
+        evals = [part for e in self.evals for part in (*(reward.part for reward in e.rewards), e.generate)]
+        parts = (
+            self.backend, *self.role_backends.values(), self.engine, *(row.engine for row in self.served), self.transport,
+            *(reward.part for reward in self.rewards), self.source, self.generate, self.collector, self.buffer_filter,
+            *self.filters, *self.trackers, *self.middlewares, *self.media, *evals, self.launcher,
+            *self.optimizers.values(), *self.algo.parts,
         )  # fmt: skip
+        return tuple(part for part in parts if part is not None)
 
     @property
     def reward_parts(self) -> tuple[Part, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from slime_core import groups
@@ -84,21 +85,21 @@ def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
     return [flag for group, item in parts for flag in finder.options(group, name_of(item), ("algo",))]
 
 
+@dataclass(frozen=True, slots=True)
 class Finder:
     """Resolves names, or not."""
 
-    def __init__(self, registry: Registry, strict: bool) -> None:
-        self._registry = registry
-        self._strict = strict
+    registry: Registry
+    strict: bool
 
     def find(self, group: str, name: str, where: str) -> Any:
         """What the name stands for; None if it is empty or, unless strict, cannot be resolved."""
         if not name:
             return None
         try:
-            return self._registry.resolve(group, name, where=where).loaded
+            return self.registry.resolve(group, name, where=where).loaded
         except PluginError:
-            if self._strict:
+            if self.strict:
                 raise
             return None
 
@@ -107,7 +108,7 @@ class Finder:
         driver = self.find(group, name, ".".join(path))
         if driver is None:
             return []
-        entry = self._registry.find(group, name, where=group)
+        entry = self.registry.find(group, name, where=group)
         owner = f"{entry.name} ({entry.provenance})"
         aliases, tables = driver.flag_aliases, driver.table_options()
         return list(option_flags(driver.Config, path, owner, prefix=prefix, aliases=aliases, tables=tables))

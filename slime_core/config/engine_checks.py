@@ -2,120 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import EngineLayout, RoutingReplay
 
 
-def routing_replay(run: BoundRun) -> list[str]:
+def routing_replay(run: BoundRun) -> Iterable[str]:
     asked, policy = run.routing_replay, run.roles[0]
     if asked is None:
-        return []
-    key = {RoutingReplay.RECORDED: "use_routing_replay", RoutingReplay.ROLLOUT: "use_rollout_routing_replay"}[asked]
-    where, problems = f"train.{key} = true", []
+        return
+    from_rollout = asked is RoutingReplay.ROLLOUT
+    where = f"train.{'use_rollout_routing_replay' if from_rollout else 'use_routing_replay'} = true"
     if asked not in policy.backend.driver.replays:
         others = sorted(policy.backend.driver.replays)
-        problems.append(
+        yield (
             f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
             "experts. Leave it out, or use a backend that does."
         )
-    if asked is RoutingReplay.ROLLOUT:
+    if from_rollout:
         if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
-            problems.append(
+            yield (
                 f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
                 "the trainer's own choice, or use an engine that tells."
             )
-        return problems
+        return
     if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
-        problems.append(
+        yield (
             f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
             "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
         )
     if run.config.train.load_debug_train_data is not None:
-        problems.append(
-            f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
-        )
+        yield f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
     if run.config.train.on_nonfinite == "skip":
-        problems.append(
+        yield (
             f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
             "where the choices of experts are. Leave one of them out."
         )
-    return problems
 
 
-def penalties(run: BoundRun) -> list[str]:
+def penalties(run: BoundRun) -> Iterable[str]:
     if Capability.REPETITION_PENALTY in run.engine.driver.may_offer:
-        return []
-    return [
-        f'eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "{run.engine.name}" does '
-        "not penalise the tokens of prompt and answer as transformers does. Leave it out, or say --engine with one that does."
-        for settings in run.evals
-        if settings.repetition_penalty != 1
-    ]
+        return
+    for settings in run.evals:
+        if settings.repetition_penalty != 1:
+            yield (
+                f"eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "
+                f'"{run.engine.name}" does not penalise the tokens of prompt and answer as transformers does. Leave it out, or '
+                "say --engine with one that does."
+            )
 
 
-def transport(run: BoundRun) -> list[str]:
-    serves = run.engine.driver.transports
-    if run.transport is None:
-        return []
-    if run.transport.entry.name not in serves:
-        return [
-            f'sync.transport = "{run.transport.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
-        ]
-    return list(run.transport.driver.problems(run.transport.config, run.engine.config))
+def transport(run: BoundRun) -> Iterable[str]:
+    chosen, serves = run.transport, run.engine.driver.transports
+    if chosen is None:
+        return
+    if chosen.entry.name in serves:
+        yield from chosen.driver.problems(chosen.config, run.engine.config)
+    else:
+        yield f'sync.transport = "{chosen.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
 
 
-def colocation(run: BoundRun) -> list[str]:
-    launcher, problems = run.config.launcher, []
-    if launcher.colocate and run.config.rollout.ahead:
-        problems.append(
+def colocation(run: BoundRun) -> Iterable[str]:
+    launcher, ahead = run.config.launcher, run.config.rollout.ahead
+    if launcher.colocate and ahead:
+        yield (
             f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
-            f"{run.config.rollout.ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+            f"{ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
         )
     if launcher.colocate and run.config.eval.eval_on_the_side:
-        problems.append(
+        yield (
             "launcher.colocate = true, eval.eval_on_the_side = true: nothing generates while the trainer has the devices. "
             "Leave one of them out."
         )
     if launcher.offload_rollout is not None and not launcher.colocate:
-        problems.append(
+        yield (
             f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
             "Say --colocate, or leave it out."
         )
     if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
-        problems.append(
-            f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
-        )
-    return problems
+        yield f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
 
 
-def media(run: BoundRun) -> list[str]:
+def media(run: BoundRun) -> Iterable[str]:
     if not run.media:
-        return []
+        return
     asked = f"data.multimodal_keys = {dict(run.config.data.multimodal_keys)}"
-    problems = [
-        f'{asked}: backend "{role.backend.name}" does not train models with images. Say --backend with one that does.'
-        for role in run.roles
-        if not role.backend.driver.takes_images
-    ]
-    if run.generates:
-        problems += [
-            f'{asked}: engine "{run.engine.name}" takes no {part.driver.needs}. Say --engine with one that does.'
-            for part in run.media
-            if part.driver.needs not in run.engine.driver.may_offer
-        ]
+    for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.takes_images):
+        yield f'{asked}: backend "{backend}" does not train models with images. Say --backend with one that does.'
+    for needed in dict.fromkeys(part.driver.needs for part in run.media):
+        if run.generates and needed not in run.engine.driver.may_offer:
+            yield f'{asked}: engine "{run.engine.name}" takes no {needed}. Say --engine with one that does.'
     if len(dists := sorted({part.entry.dist for part in run.media})) > 1:
-        problems.append(f"{asked}: {' and '.join(dists)} do not share prompts. Use modalities of one of them.")
+        yield f"{asked}: {' and '.join(dists)} do not share prompts. Use modalities of one of them."
     if run.teacher is not None:
-        problems.append(
+        yield (
             f"{asked}, engines.teacher: what a teacher's engine scores has no images. Name the teacher's folder with "
             "--opd-teacher-load instead."
         )
-    return list(dict.fromkeys(problems))
 
 
-def engine_layouts(run: BoundRun) -> list[str]:
+def engine_layouts(run: BoundRun) -> Iterable[str]:
     launcher, problems = run.config.launcher, []
     if run.generates:
         layout = layout_of_policy(run)
@@ -130,7 +119,7 @@ def engine_layouts(run: BoundRun) -> list[str]:
             num_nodes=launcher.nodes_of(row.num_devices),
         )
         problems += row.engine.driver.layout_problems(row.engine.config, layout)
-    return list(dict.fromkeys(problems))
+    return dict.fromkeys(problems)
 
 
 def layout_of_policy(run: BoundRun) -> EngineLayout:
@@ -146,8 +135,8 @@ def layout_of_policy(run: BoundRun) -> EngineLayout:
     )
 
 
-def engines_over_nodes(run: BoundRun) -> list[str]:
-    launcher, problems = run.config.launcher, []
+def engines_over_nodes(run: BoundRun) -> Iterable[str]:
+    launcher = run.config.launcher
     engines = [("launcher.rollout_num_gpus_per_engine", run.engine, launcher.rollout_num_gpus_per_engine)]
     engines += [(f"engines.{row.name}.num_gpus_per_engine", row.engine, row.num_devices) for row in run.served]
     for key, engine, num_devices in engines:
@@ -155,31 +144,30 @@ def engines_over_nodes(run: BoundRun) -> list[str]:
             continue
         asked = f"{key} = {num_devices}, but a machine has launcher.num_gpus_per_node = {launcher.num_gpus_per_node}"
         if run.launcher.driver.single_process:
-            problems.append(f"{asked}: an engine over several machines needs {run.other_launchers}.")
+            yield f"{asked}: an engine over several machines needs {run.other_launchers}."
         if not engine.driver.spans_nodes:
-            problems.append(f'{asked}: engine "{engine.name}" stays on one machine.')
+            yield f'{asked}: engine "{engine.name}" stays on one machine.'
         if num_devices % launcher.num_gpus_per_node:
-            problems.append(f"{asked}: an engine that spans machines has all devices of each. Choose a multiple.")
-    return problems
+            yield f"{asked}: an engine that spans machines has all devices of each. Choose a multiple."
 
 
-def reward_model(run: BoundRun) -> list[str]:
+def reward_model(run: BoundRun) -> Iterable[str]:
     """Who asks a reward model has one, and one that is there is asked."""
-    row, problems = run.reward_model, []
+    row = run.reward_model
     asking = [part for part in run.reward_parts if part.driver.asks_engines(part.config)]
     if row is None:
-        return [
-            f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
-            "--engines.reward.load FOLDER, or where it is served already."
-            for part in asking
-        ]
+        for part in asking:
+            yield (
+                f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
+                "--engines.reward.load FOLDER, or where it is served already."
+            )
+        return
     if not asking:
-        problems.append("engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does.")
+        yield "engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does."
     if Capability.HTTP not in row.engine.driver.may_offer:
-        problems.append(
+        yield (
             f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Say --engines.reward.engine with one '
             "that does."
         )
     if run.config.launcher.colocate:
-        problems.append("engines.reward, launcher.colocate = true: a reward model needs devices of its own.")
-    return problems
+        yield "engines.reward, launcher.colocate = true: a reward model needs devices of its own."

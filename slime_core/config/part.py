@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slime_core.contracts.driver import DriverConfig
-from slime_core.registry import Entry, Registry, bind
+from slime_core.registry import Entry, Registry, Resolved, bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +29,7 @@ class PartSpec:
 
     def resolve(self, registry: Registry) -> Part:
         resolved = registry.resolve(self.group, self.name, where=self.name)
-        config = bind(resolved, self.options, where=self.name)
-        return Part(
-            group=self.group,
-            name=self.name,
-            where=self.name,
-            entry=resolved.entry,
-            driver=resolved.driver,
-            config=config,
-        )
+        return Part.of(resolved, self.name, self.options, where=self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +44,17 @@ class Part:
     driver: Any
     config: DriverConfig
 
+    @classmethod
+    def of(
+        cls, resolved: Resolved, name: str, options: Mapping[str, Any], *, where: str, base: Path | None = None
+    ) -> Part:
+        """What `name` was resolved to, with its options bound. ConfigError if they do not fit."""
+        entry, config = resolved.entry, bind(resolved, options, where=where, base=base)
+        return cls(group=entry.group, name=name, where=where, entry=entry, driver=resolved.driver, config=config)
+
     def build(self) -> Any:
         """The object of the contract; heavy imports happen here."""
         return self.driver.build(self.config)
 
     def spec(self) -> PartSpec:
-        name = f"{self.entry.dist}/{self.entry.name}"
-        return PartSpec(group=self.group, name=name, options=self.config.model_dump(mode="json"))
+        return PartSpec(group=self.group, name=self.entry.qualified, options=self.config.model_dump(mode="json"))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 
-class PluginTable(BaseModel):
+class PluginTable(BaseModel, extra="allow", frozen=True):
     """A string is short for a table with only a name."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str
 

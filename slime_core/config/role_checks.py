@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from slime_core.config.bound import BoundEngines, BoundRun
 from slime_core.config.roles import LOSS_KEYS
 from slime_core.config.run import RoleConfig
@@ -10,121 +12,102 @@ from slime_core.contracts.needs import Need
 from slime_core.errors import unknown_name
 
 
-def asked_roles(run: BoundRun) -> list[str]:
+def asked_roles(run: BoundRun) -> Iterable[str]:
     """A recipe names its roles, and a loss for each."""
-    algo, where = run.algo, f'algo.name = "{run.algo.name}", role'
-    unknown = sorted(set(algo.recipe.roles) - set(LOSS_KEYS))
-    problems = [unknown_name(where, role, "trained role", list(LOSS_KEYS)) for role in unknown]
+    algo = run.algo
+    for role in sorted(set(algo.recipe.roles) - set(LOSS_KEYS)):
+        yield unknown_name(f'algo.name = "{algo.name}", role', role, "trained role", list(LOSS_KEYS))
     for role, key in LOSS_KEYS.items():
         asked, loss = role in algo.recipe.roles, getattr(algo, key)
         if asked and loss is None:
-            problems.append(
+            yield (
                 f'algo.{key}: algorithm "{algo.name}" trains a {role}, but names no loss for it: a recipe with a missing '
                 f"part. Say --{key.replace('_', '-')} NAME."
             )
         if loss is not None and not asked:
-            problems.append(f'algo.{key} = "{loss.name}": algorithm "{algo.name}" has no role {role}. Leave it out.')
-    return problems
+            yield f'algo.{key} = "{loss.name}": algorithm "{algo.name}" has no role {role}. Leave it out.'
 
 
-def settings_without_role(run: BoundRun) -> list[str]:
+def settings_without_role(run: BoundRun) -> Iterable[str]:
     """What is said of a role that is not trained would have no effect."""
     algo, launcher = run.algo, run.config.launcher
-    problems = [
-        f'roles.{role}: algorithm "{algo.name}" trains no {role}. Leave the table out.'
-        for role in LOSS_KEYS
-        if role not in algo.recipe.roles and getattr(run.config.roles, role) != RoleConfig()
-    ]
-    places = {
-        "critic_num_nodes": launcher.critic_num_nodes,
-        "critic_num_gpus_per_node": launcher.critic_num_gpus_per_node,
-    }
-    for key, value in places.items():
+    for role in LOSS_KEYS:
+        if role not in algo.recipe.roles and getattr(run.config.roles, role) != RoleConfig():
+            yield f'roles.{role}: algorithm "{algo.name}" trains no {role}. Leave the table out.'
+    for key in ("critic_num_nodes", "critic_num_gpus_per_node"):
+        value = getattr(launcher, key)
         if value is not None and algo.critic_loss is None:
-            problems.append(f'launcher.{key} = {value}: algorithm "{algo.name}" trains no critic. Leave it out.')
+            yield f'launcher.{key} = {value}: algorithm "{algo.name}" trains no critic. Leave it out.'
         elif value is not None and run.launcher.driver.single_process:
-            problems.append(
+            yield (
                 f'launcher.{key} = {value}: with launcher.name = "{run.launcher.name}" all roles share this process. Say '
                 f"{run.other_launchers}, or leave it out."
             )
-    steps = algo.keys.num_critic_only_steps
-    if steps and algo.critic_loss is None:
-        problems.append(
-            f'algo.num_critic_only_steps = {steps}: algorithm "{algo.name}" trains no critic. Leave it out.'
-        )
-    return problems
+    if (steps := algo.keys.num_critic_only_steps) and algo.critic_loss is None:
+        yield f'algo.num_critic_only_steps = {steps}: algorithm "{algo.name}" trains no critic. Leave it out.'
 
 
-def losses_of_roles(run: BoundRun) -> list[str]:
+def losses_of_roles(run: BoundRun) -> Iterable[str]:
     """A role with a value head has a loss that trains values; whoever needs values has such a role."""
-    problems = []
     for role in run.roles:
         driver = role.loss.driver
         if driver.trains_values != (role.head == "value"):
             trained = "values" if driver.trains_values else "log-probs"
-            problems.append(f'algo: loss "{role.loss.name}" trains {trained}: it is none for the {role.name}.')
+            yield f'algo: loss "{role.loss.name}" trains {trained}: it is none for the {role.name}.'
     if Need.VALUES in run.algo.needs and not any(role.head == "value" for role in run.roles):
-        problems.append(f'algo.name = "{run.algo.name}": its parts need values, but it has no role that learns them.')
-    return problems
+        yield f'algo.name = "{run.algo.name}": its parts need values, but it has no role that learns them.'
 
 
-def needs(run: BoundRun) -> list[str]:
+def needs(run: BoundRun) -> Iterable[str]:
     """Every role asks its own backend."""
-    problems = []
     for role in run.roles:
         provides = role.backend.driver.provides
         if missing := sorted(role.needs - provides):
-            problems.append(
+            yield (
                 f'{role.backend.where}.name = "{role.backend.name}": the {role.name} of algorithm "{run.algo.name}" needs '
                 f"{', '.join(missing)}, which this backend does not provide. It provides {', '.join(sorted(provides))}."
             )
-    return problems
 
 
-def optimizers(run: BoundRun) -> list[str]:
+def optimizers(run: BoundRun) -> Iterable[str]:
     """Every role asks its own backend."""
     asked = [(role.backend, role.optimizer_part) for role in run.roles]
-    problems = [p for b, o in asked for p in b.driver.optimizer_problems(b.config, o.entry.name, o.driver)]
-    return list(dict.fromkeys(problems))
+    return dict.fromkeys(p for b, o in asked for p in b.driver.optimizer_problems(b.config, o.entry.name, o.driver))
 
 
-def teacher(run: BoundRun) -> list[str]:
+def teacher(run: BoundRun) -> Iterable[str]:
     """A teacher that is wanted has a folder, and one that is given is wanted."""
-    folder, algo, engines = run.config.model.opd_teacher_load, run.algo, run.teacher
-    readers = sorted({part.name for part in algo.parts if Need.TEACHER_LOGPROBS in getattr(part.driver, "needs", ())})
+    folder, algo = run.config.model.opd_teacher_load, run.algo
     wanted = Need.TEACHER_LOGPROBS in algo.needs
-    if engines is not None:
-        return teacher_engines(run, engines, wanted=wanted)
-    if wanted and folder is None:
-        return [
+    if run.teacher is not None:
+        yield from teacher_engines(run, run.teacher, wanted=wanted)
+    elif wanted and folder is None:
+        readers = sorted({p.name for p in algo.parts if Need.TEACHER_LOGPROBS in getattr(p.driver, "needs", ())})
+        yield (
             f'model.opd_teacher_load: {", ".join(readers)} of algorithm "{algo.name}" compares with a teacher, and none is '
             "given. Say --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer; or, for engines of its own, "
             "--engines.teacher.load FOLDER."
-        ]
-    if folder is not None and not wanted:
-        return [f'model.opd_teacher_load: no part of algorithm "{algo.name}" compares with a teacher. Leave it out.']
-    return []
-
-
-def teacher_engines(run: BoundRun, engines: BoundEngines, *, wanted: bool) -> list[str]:
-    """A teacher behind engines of its own."""
-    problems, temperature = [], run.config.rollout.rollout_temperature
-    if not wanted:
-        problems.append(
-            f'engines.teacher: no part of algorithm "{run.algo.name}" compares with a teacher. Leave it out.'
         )
+    elif folder is not None and not wanted:
+        yield f'model.opd_teacher_load: no part of algorithm "{algo.name}" compares with a teacher. Leave it out.'
+
+
+def teacher_engines(run: BoundRun, engines: BoundEngines, *, wanted: bool) -> Iterable[str]:
+    """A teacher behind engines of its own."""
+    temperature = run.config.rollout.rollout_temperature
+    if not wanted:
+        yield f'engines.teacher: no part of algorithm "{run.algo.name}" compares with a teacher. Leave it out.'
     if run.config.model.opd_teacher_load is not None:
-        problems.append(
+        yield (
             "engines.teacher and model.opd_teacher_load: the teacher stands behind engines or beside the trainer. Leave one "
             "of them out."
         )
     if Capability.SCORES not in engines.engine.driver.may_offer:
-        problems.append(f'engines.teacher: engine "{engines.engine.name}" gives no log-probs of given tokens.')
+        yield f'engines.teacher: engine "{engines.engine.name}" gives no log-probs of given tokens.'
     if temperature != 1:
-        problems.append(
+        yield (
             f"engines.teacher, rollout.rollout_temperature = {temperature}: engines give log-probs at temperature 1. Use that, "
             "or model.opd_teacher_load."
         )
     if run.config.launcher.colocate:
-        problems.append("engines.teacher, launcher.colocate = true: a teacher behind engines needs devices of its own.")
-    return problems
+        yield "engines.teacher, launcher.colocate = true: a teacher behind engines needs devices of its own."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from slime_core.config.evaluation import EvalConfig
 from slime_core.config.plugin_table import PluginTable
@@ -32,10 +32,8 @@ class ModelConfig(Table):
     """Run code that a model folder brings. Off unless you ask; written into the manifest."""
 
 
-class DataConfig(Table):
+class DataConfig(Table, extra="allow"):
     """Where prompts come from. Keys that are not listed here are options of the source."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     source: str = "files"
     """Data source."""
@@ -108,10 +106,8 @@ class EnginesConfig(Table):
     """Reward model or judge, for rewards that ask one over HTTP; on devices of its own, with a tokenizer of its own."""
 
 
-class RewardTable(PluginTable):
+class RewardTable(PluginTable, use_attribute_docstrings=True):
     """One of several rewards: its name, what it counts, and its options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     weight: float = Field(1.0, allow_inf_nan=False)
     """What its number is multiplied by."""
@@ -121,10 +117,8 @@ class RewardTable(PluginTable):
     """Which of its named numbers counts; by default the reward's own choice."""
 
 
-class LauncherConfig(Table):
+class LauncherConfig(Table, extra="allow"):
     """Where the roles run. Keys that are not listed here are options of the launcher."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str = "local"
     """Launcher: what starts the workers. `local`: in this process."""
@@ -165,10 +159,8 @@ class LauncherConfig(Table):
         return max(1, (self.rollout_num_gpus or self.rollout_num_gpus_per_engine) // self.rollout_num_gpus_per_engine)
 
 
-class SyncConfig(Table):
+class SyncConfig(Table, extra="allow"):
     """How weights reach the engines. Keys that are not listed here are options of the transport."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     transport: str | None = None
     """Weight transport; by default the engine's preferred one."""

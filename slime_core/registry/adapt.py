@@ -8,40 +8,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from slime_core import groups
-from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator, Credit, CreditInputs
+from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator
 from slime_core.contracts.filter import FilterDecision, FilterDriver, GroupFilter
-from slime_core.contracts.generator import Episode, Generator, GeneratorDriver
+from slime_core.contracts.generator import Generator, GeneratorDriver
 from slime_core.contracts.kl import KlDriver, KlEstimator
-from slime_core.contracts.loss import LossDriver, LossInputs, LossOutput, PolicyLoss, Segments
+from slime_core.contracts.loss import LossDriver, PolicyLoss
 from slime_core.contracts.reward import Reward, RewardDriver, RewardValue
 from slime_core.registry.mark import mark_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_core.types.sample import Sample, SampleGroup
+    from slime_core.types.sample import SampleGroup
 
 Function = Callable[..., Any]
 
 
-class SampleReward(Reward):
-    """`f(sample)`, called for each sample of the group."""
+class FunctionReward(Reward):
+    """`f(group)`, which gives one value per sample; or `f(sample)`, called for each sample of the group."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
+        self._takes_group = next(iter(inspect.signature(function).parameters), "") == "group"
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        return [self._function(sample) for sample in group.samples]
-
-
-class GroupReward(Reward):
-    """`f(group)`, which gives one value per sample."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        return list(self._function(group))
+        return list(self._function(group) if self._takes_group else map(self._function, group.samples))
 
 
 class FunctionFilter(GroupFilter):
@@ -78,37 +69,9 @@ class FunctionKl(KlEstimator):
         return estimate if ratio is None else ratio * estimate
 
 
-class FunctionGenerator(Generator):
-    """`async def f(episode)`."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    async def generate(self, episode: Episode) -> Sequence[Sample]:
-        samples: Sequence[Sample] = await self._function(episode)
-        return samples
-
-
-class FunctionAdvantage(AdvantageEstimator):
-    """`f(inputs)`."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def estimate(self, inputs: CreditInputs) -> Credit:
-        credit: Credit = self._function(inputs)
-        return credit
-
-
-class FunctionLoss(PolicyLoss):
-    """`f(inputs, segments)`."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput:
-        output: LossOutput = self._function(inputs, segments)
-        return output
+def as_method(contract: type, method: str) -> Callable[[Function], Any]:
+    """What makes an object of a contract with one method of the function that is this method."""
+    return lambda function: type(function.__name__, (contract,), {method: staticmethod(function)})()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +87,21 @@ class PlainForm:
     is_async: bool = False
 
 
-def _reward(function: Function) -> Reward:
-    first = next(iter(inspect.signature(function).parameters), "")
-    return GroupReward(function) if first == "group" else SampleReward(function)
-
-
 PLAIN_FORMS: Final[Mapping[str, PlainForm]] = {
-    groups.REWARDS: PlainForm(RewardDriver, Reward, _reward, "def reward(sample) or def reward(group)", (1,)),
+    groups.REWARDS: PlainForm(RewardDriver, Reward, FunctionReward, "def reward(sample) or def reward(group)", (1,)),
     groups.FILTERS: PlainForm(FilterDriver, GroupFilter, FunctionFilter, "def keep(group)", (1,)),
     groups.KL: PlainForm(
         KlDriver, KlEstimator, FunctionKl, "def kl(log_probs, ref_log_probs), with or without ratio", (2, 3)
     ),
     groups.GENERATORS: PlainForm(
-        GeneratorDriver, Generator, FunctionGenerator, "async def generate(episode)", (1,), is_async=True
+        GeneratorDriver, Generator, as_method(Generator, "generate"), "async def generate(episode)", (1,), is_async=True
     ),
-    groups.ADVANTAGES: PlainForm(AdvantageDriver, AdvantageEstimator, FunctionAdvantage, "def estimate(inputs)", (1,)),
-    groups.LOSSES: PlainForm(LossDriver, PolicyLoss, FunctionLoss, "def loss(inputs, segments)", (2,)),
+    groups.ADVANTAGES: PlainForm(
+        AdvantageDriver, AdvantageEstimator, as_method(AdvantageEstimator, "estimate"), "def estimate(inputs)", (1,)
+    ),
+    groups.LOSSES: PlainForm(
+        LossDriver, PolicyLoss, as_method(PolicyLoss, "__call__"), "def loss(inputs, segments)", (2,)
+    ),
 }
 
 

@@ -1,5 +1,4 @@
-"""The one place in the kernel where plugins, and what they wrap, are called by name: what to install for a known name
-that is missing, and which modules are too heavy for the module that an entry point names."""
+"""The one place in the kernel where plugins are called by name: what to install for a known name that is missing."""
 
 from __future__ import annotations
 
@@ -85,25 +84,6 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
 """Packages that have left the kernel, and where they went. Their old names work until 0.3."""
-
-HEAVY_MODULES: Final = frozenset(
-    {
-        "datasets",
-        "deepspeed",
-        "flash_attn",
-        "jax",
-        "megatron",
-        "ray",
-        "sglang",
-        "sglang_router",
-        "tensorflow",
-        "torch",
-        "transformer_engine",
-        "transformers",
-        "vllm",
-    }
-)
-"""What the module that an entry point names may not import: only `build` may."""
 
 
 def known_names(group: str) -> frozenset[str]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from typing import Any, NoReturn
+from typing import Any
 
-from stevedore.exception import NoMatches
-from stevedore.extension import error_on_conflict
-from stevedore.named import NamedExtensionManager
+from stevedore.driver import DriverManager
 
 from slime_core.errors import PluginError
 from slime_core.registry.entry import KERNEL, OLD_KERNEL, Entry
 
 
-class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]  # stevedore is not followed by mypy
+class _OneEntryPoint(DriverManager):  # type: ignore[misc]  # stevedore is not followed by mypy
     """Sees one entry point, which importlib.metadata gave.
 
     stevedore's own list comes from a cache on disk that compares modification times as float32, in steps of 128 s:
@@ -23,24 +21,10 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]  # stevedore 
 
     def __init__(self, point: EntryPoint) -> None:
         self._point = point
-        super().__init__(
-            point.group,
-            names=[point.name],
-            on_load_failure_callback=_raise_failure,
-            on_missing_entrypoints_callback=_raise_missing,
-            conflict_resolver=error_on_conflict,
-        )
+        super().__init__(point.group, point.name)
 
     def list_entry_points(self) -> list[EntryPoint]:
         return [self._point]
-
-
-def _raise_failure(_manager: object, _point: EntryPoint, failure: BaseException) -> NoReturn:
-    raise failure
-
-
-def _raise_missing(names: object) -> NoReturn:
-    raise NoMatches(f"no entry point named {names}")
 
 
 def load(entry: Entry, point: EntryPoint, *, where: str) -> Any:
@@ -48,7 +32,7 @@ def load(entry: Entry, point: EntryPoint, *, where: str) -> Any:
     if entry.is_old:
         raise PluginError(f"{where}: {old_kernel_problem(entry)}")
     try:
-        return _OneEntryPoint(point)[point.name].plugin
+        return _OneEntryPoint(point).driver
     # Whatever a plugin's import raises is reported with its provenance. stevedore lets failed asserts pass its
     # callback, and a plugin that calls sys.exit would end the program without a word.
     except (Exception, SystemExit) as error:

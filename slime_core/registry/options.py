@@ -1,11 +1,10 @@
-"""Options of a plugin: binding what the user wrote to its Config, and describing that Config."""
+"""Options of a plugin: binding what the user wrote to its Config, and telling of one in words."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -54,31 +53,12 @@ def problem_line(
         return f"{path}: unknown option{matched}. Options of {owner}: {', '.join(known) or 'none'}."
     if detail["type"] == "missing":
         field = table.model_fields.get(typed[-1]) if table is not None else None
-        doc = f" ({_one_line(field.description)})" if field is not None and field.description else ""
+        doc = f" ({one_line(field.description)})" if field is not None and field.description else ""
         return f"{path}: is missing; {owner} needs it{doc}."
     message = detail["msg"].removeprefix("Value error, ").removesuffix(".")
     if not typed:
         return f"{path}: {message}."
     return f"{path} = {_shown(detail['input'])}: {message[:1].lower()}{message[1:]}."
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One field of a Config, as text for people."""
-
-    name: str
-    type: str
-    default: str
-    """`required` if there is none."""
-    doc: str
-
-
-def describe(config: type[BaseModel]) -> list[Option]:
-    """The options in the order in which the Config defines them."""
-    return [
-        Option(name, type_text(field), default_text(field), _one_line(field.description or ""))
-        for name, field in config.model_fields.items()
-    ]
 
 
 def type_text(field: FieldInfo) -> str:
@@ -150,5 +130,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """A docstring as a phrase, without its final stop."""
     return " ".join(text.split()).removesuffix(".")

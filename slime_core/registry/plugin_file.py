@@ -9,10 +9,11 @@ import importlib.util
 import linecache
 import re
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from slime_core import groups
 from slime_core.errors import PluginError
@@ -77,7 +78,8 @@ class PluginFile:
                 )
             found[entry] = thing
         if observes:
-            found[self._entry(groups.HOOKS, _hook_name(self.path.stem), "")] = module
+            name = re.sub(r"[^a-z0-9_-]", "_", self.path.stem.lower())
+            found[self._entry(groups.HOOKS, name, "")] = module
         if not found:
             raise PluginError(
                 f"--plugin {self.path}: registers nothing. Mark a function with a decorator of slime_core.plugin, "
@@ -135,24 +137,9 @@ class _TextLoader(importlib.abc.ExecutionLoader):
     def get_source(self, fullname: str) -> str:
         return self._file.text
 
-    def is_package(self, fullname: str) -> bool:
-        return False
-
-    def create_module(self, spec: Any) -> None:
-        return None
-
 
 def _line_of(error: BaseException, filename: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == filename:
         return f", line {error.lineno}"
-    line = None
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == filename:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f", line {line}" if line else ""
-
-
-def _hook_name(stem: str) -> str:
-    return re.sub(r"[^a-z0-9_-]", "_", stem.lower())
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == filename]
+    return f", line {lines[-1]}" if lines else ""

@@ -15,11 +15,9 @@ from slime_core.errors import PluginError, near_matches, unknown_name
 from slime_core.registry.entry import KERNEL, Entry, by_distribution, normalized
 from slime_core.registry.install_hints import install_hint
 from slime_core.registry.installed import installed_entries
-from slime_core.registry.options import bind
 from slime_core.registry.resolved import Resolved
 
 if TYPE_CHECKING:
-    from slime_core.contracts.driver import DriverConfig
     from slime_core.registry.plugin_file import PluginFile
 
 ALLOW_VARIABLE: Final = "SLIME_PLUGINS_ALLOW"
@@ -140,12 +138,6 @@ class Registry:
         if entry in self._objects:
             return self._objects[entry]
         return load(entry, self._points[entry], where=where)
-
-    def bind(
-        self, resolved: Resolved, options: Mapping[str, Any], *, where: str, base: Path | None = None
-    ) -> DriverConfig:
-        """The driver's Config, validated and frozen; see `slime_core.registry.options.bind`."""
-        return bind(resolved, options, where=where, base=base)
 
     def _unknown(self, group: str, asked: str, name: str, where: str, expect: type | None) -> str:
         there = self.entries(group)

@@ -98,13 +98,10 @@ def found(loaded: Any) -> str:
     """What `loaded` is, in the words of the contracts."""
     known = [cls for accepted in ACCEPTED.values() for cls in accepted]
     if isinstance(loaded, type):
-        for cls in known:
-            if issubclass(loaded, cls):
-                return f"{a(cls)} class"
-        return f"the class {loaded.__name__}"
-    for cls in known:
-        if isinstance(loaded, cls):
-            return f"{a(cls)} instance"
+        base = next((cls for cls in known if issubclass(loaded, cls)), None)
+        return f"{a(base)} class" if base else f"the class {loaded.__name__}"
+    if kind := next((cls for cls in known if isinstance(loaded, cls)), None):
+        return f"{a(kind)} instance"
     if inspect.isroutine(loaded):
         return f"the function {loaded.__name__}"
     return f"an object of type {type(loaded).__name__}"

@@ -6,7 +6,7 @@ import pytest
 
 RESOLVE = """
 import json, sys
-from slime_core.registry import Registry
+from slime_core.registry import Registry, bind
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
 import numpy as np
@@ -24,7 +24,7 @@ samples = tuple(
 scores = reward.driver.build(reward.driver.Config()).score(SampleGroup(prompt=prompt, samples=samples))
 light = "torch" not in sys.modules
 advantage = registry.resolve("slime.advantages", "acme_rank", where="algo.advantage")
-config = registry.bind(advantage, {"rank_scale": 2}, where="algo")
+config = bind(advantage, {"rank_scale": 2}, where="algo")
 kl = registry.resolve("slime.kl", "acme_half", where="algo.kl_loss_type").driver
 import torch
 halves = kl.build(kl.Config())(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))

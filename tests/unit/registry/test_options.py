@@ -12,7 +12,6 @@ from slime_core.contracts.paths import RunPath
 from slime_core.errors import ConfigError
 from slime_core.registry import Resolved, bind
 from slime_core.registry.entry import Entry
-from slime_core.registry.options import describe
 
 
 class Inner(DriverConfig):
@@ -102,11 +101,3 @@ def test_a_rule_over_several_options_stands_under_the_table():
 
 def test_bounds_are_reported_with_the_value():
     assert problems({"steps": 1, "eps_clip": 2}) == ["algo.eps_clip = 2: input should be less than 1."]
-
-
-def test_describe_gives_type_bounds_default_and_meaning():
-    described = {o.name: (o.type, o.default, o.doc) for o in describe(Options)}
-    assert described["eps_clip"] == ("float, gt=0, lt=1", "0.2", "Half the width of the clip")
-    assert described["steps"] == ("int", "required", "How many")
-    assert described["mode"] == ("Literal['fast', 'slow']", '"fast"', "Which way")
-    assert described["eps_clip_high"][:2] == ("float | None", "None")

@@ -12,7 +12,7 @@ import pytest
 from slime_core import groups
 from slime_core.contracts.hookspecs import StepTrained
 from slime_core.errors import PluginError
-from slime_core.registry import Registry, Status
+from slime_core.registry import Registry, Status, bind
 from slime_core.registry.hooks import Hooks
 from slime_core.registry.plugin_file import PluginFile
 
@@ -90,7 +90,7 @@ def test_a_worker_without_the_file_has_the_same_entries(write):
     here = Registry(sent)
     assert here.plugin_files == there.plugin_files
     assert here.entries() == there.entries()
-    bound = here.bind(here.resolve(groups.REWARDS, "scaled", where="reward"), {"scale": "2"}, where="reward")
+    bound = bind(here.resolve(groups.REWARDS, "scaled", where="reward"), {"scale": "2"}, where="reward")
     assert bound.scale == 2.0
 
 

@@ -15,7 +15,7 @@ from slime_core.contracts.algorithm import Recipe
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
 from slime_core.registry.entry import Entry
-from slime_core.registry.options import Option, describe
+from slime_plugin_kit.option_text import Option, describe
 
 
 @dataclass(frozen=True, slots=True)

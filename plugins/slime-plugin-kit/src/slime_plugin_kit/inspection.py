@@ -25,12 +25,29 @@ from slime_core.errors import PluginError, near_matches
 from slime_core.registry.adapt import is_plain
 from slime_core.registry.entry import KERNEL, Entry, normalized
 from slime_core.registry.hooks import Hooks
-from slime_core.registry.install_hints import HEAVY_MODULES
 from slime_core.registry.loading import old_kernel_problem
 from slime_core.registry.mark import NAME_PATTERN
 from slime_core.registry.registry import Registry, Status
 from slime_core.registry.validation import accept
 
+HEAVY_MODULES: Final = frozenset(
+    {
+        "datasets",
+        "deepspeed",
+        "flash_attn",
+        "jax",
+        "megatron",
+        "ray",
+        "sglang",
+        "sglang_router",
+        "tensorflow",
+        "torch",
+        "transformer_engine",
+        "transformers",
+        "vllm",
+    }
+)
+"""What the module that an entry point names may not import: only `build` may."""
 IMPORT_TIMEOUT_S: Final = 120
 IMPORT_PROBE: Final = """
 import importlib, json, os, sys

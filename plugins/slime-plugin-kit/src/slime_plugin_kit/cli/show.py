@@ -68,7 +68,7 @@ def show_hooks(console: Console, module: Any) -> None:
 
 
 def show_driver(console: Console, resolved: Resolved) -> None:
-    from slime_core.registry.options import describe
+    from slime_plugin_kit.option_text import describe
 
     console.print(doc_head(resolved.driver))
     traits = [(name, trait_text(getattr(resolved.driver, name))) for name in trait_names(resolved.driver)]
