@@ -122,21 +122,6 @@ class Batch:
             images=None if self.images is None else self.images.take(samples),
         )
 
-    def rewards_by_token(self, rewards: Float64) -> Float64:
-        """(S,) to (M,): each sample's reward where it was earned. What process rewards gave stands at its tokens, and the
-        rest at the last trained token. 0 for samples without a reward (NaN); a sample without a trained token has none."""
-        earned = np.zeros(len(self.mask), np.float64)
-        rest = rewards
-        scored = ~np.isnan(rewards)
-        if self.token_reward is not None:
-            earned += np.where(scored[self.sample_of_token], self.token_reward, 0.0)
-            rest = rewards - self.sample_sums(self.token_reward)
-        trained = np.flatnonzero(self.mask)
-        ending = scored & (self.num_trainable > 0)
-        last = np.cumsum(self.num_trainable) - 1
-        earned[trained[last[ending]]] += rest[ending]
-        return earned
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenColumns:
