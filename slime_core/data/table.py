@@ -186,29 +186,16 @@ def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     write_table(path, groups_to_table(groups))
 
 
-def read_numbers(path: Path, column: str) -> frozenset[int]:
-    """Of one column alone, such as `index`. Errors as those of `read_groups`."""
-    numbers = _read(path, [column])[column].drop_null().to_numpy()
-    return frozenset(numbers.tolist())
-
-
 def read_groups(path: Path) -> list[SampleGroup]:
     """DataError if the file is missing, cut short or of another kind."""
-    table = _read(path)
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     try:
         return table_to_groups(table)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-
-
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    try:
-        table = pq.read_table(path, columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    if columns and (missing := set(columns) - set(table.column_names)):
-        raise DataError(f"{path}: not a table of sample groups: it lacks {', '.join(missing)}")
-    return table
 
 
 def _rows_of(group: SampleGroup) -> Iterable[tuple[Prompt, Sample | None]]:
