@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.algorithm.loss_weights import loss_weights, split_steps
-from slime_core.contracts.advantage import AdvantageEstimator, CreditInputs, RewardShaper
+from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs, RewardShaper
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.correction import OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
@@ -58,34 +58,32 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
     metrics: dict[str, float] = {}
     step_of_sample = split_steps(batch, rules.rollouts_per_step)
     weight = loss_weights(batch, step_of_sample, rules.aggregation, rules.max_response_len)
-    columns = columns.with_columns(loss_weight=weight)
+    columns = replace(columns, loss_weight=weight)
     mask = batch.mask.astype(np.bool_)
 
     if rules.advantage is not None:
         rewards = batch.reward
         for shaper in rules.shaping:
             rewards = shaper.shape(rewards, batch, rules.max_response_len)
-        wanted = {need.value for need in rules.advantage_needs}
         penalty = reward_kl(mask, columns, rules)
-        credit = rules.advantage.estimate(
-            CreditInputs(batch=batch, rewards=rewards, columns=columns.only(wanted), kl_penalty=penalty)
-        )
+
+        def estimate(estimator: AdvantageEstimator, needs: frozenset[Need], kl_penalty: Float32 | None) -> Credit:
+            wanted = columns.only({need.value for need in needs})
+            return estimator.estimate(CreditInputs(batch=batch, rewards=rewards, columns=wanted, kl_penalty=kl_penalty))
+
+        credit = estimate(rules.advantage, rules.advantage_needs, penalty)
         advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
         require_finite("advantages", advantages, batch)
         returns = advantages if credit.returns is None else np.where(mask, credit.returns, np.float32(0))
         require_finite("returns", returns, batch)
         for term, needs in rules.advantage_terms:
-            added = term.estimate(
-                CreditInputs(
-                    batch=batch, rewards=rewards, columns=columns.only({need.value for need in needs}), kl_penalty=None
-                )
-            )
+            added = estimate(term, needs, None)
             advantages = advantages + np.where(mask, added.advantages, np.float32(0))
             require_finite("advantages", advantages, batch)
             metrics |= added.metrics
         if rules.normalize_advantages:
             advantages = whiten(advantages, mask)
-        columns = columns.with_columns(advantages=advantages, returns=returns.astype(np.float32))
+        columns = replace(columns, advantages=advantages, returns=returns.astype(np.float32))
         metrics |= credit.metrics
         if credit.sample_credit is not None:
             metrics["rollout/rewards"] = mean(credit.sample_credit[np.isfinite(batch.reward)])
@@ -99,7 +97,7 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
         weights, of_steps = correct_steps(correction, needs, batch, columns, step_of_sample)
         require_finite("correction weights", weights, batch)
         before = columns.correction
-        columns = columns.with_columns(correction=weights if before is None else before * weights)
+        columns = replace(columns, correction=weights if before is None else before * weights)
         step_metrics = [known | new for known, new in zip(step_metrics, of_steps, strict=True)]
     return CreditedBatch(
         columns=columns, step_of_sample=step_of_sample, metrics=metrics, step_metrics=tuple(step_metrics)

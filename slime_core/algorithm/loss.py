@@ -7,7 +7,8 @@ policy loss, H the entropy, KL the estimate against the reference. Every metric 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from slime_core.contracts.needs import Need
 from slime_core.types.microbatch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
+FIELD_OF: Final = {need: need.value for need in Need} | {Need.VALUES: "old_values"}
+"""The field of `LossInputs` that each need fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class TokenObjective:
         weight, mask = columns.loss_weight, micro.mask
         if weight is None:
             raise ValueError("a micro-batch to be trained on needs its loss_weight column")
+        old = log_probs.detach() if self.old_from_current and log_probs is not None else columns.old_log_probs
         everything = LossInputs(
             mask=mask,
             log_probs=log_probs,
@@ -70,7 +74,7 @@ class TokenObjective:
             entropy=entropy,
             advantages=columns.advantages,
             returns=columns.returns,
-            old_log_probs=self._old_log_probs(columns.old_log_probs, log_probs),
+            old_log_probs=old,
             old_values=columns.values,
             ref_log_probs=columns.ref_log_probs,
             rollout_log_probs=columns.rollout_log_probs,
@@ -107,11 +111,6 @@ class TokenObjective:
         sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
         return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
 
-    def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
-        if self.old_from_current and log_probs is not None:
-            return log_probs.detach()
-        return column
-
     def _kl(self, log_probs: Tensor, inputs: LossInputs) -> Tensor:
         if self.kl is None or inputs.ref_log_probs is None:
             raise ValueError("the KL term needs the ref_log_probs column")
@@ -129,20 +128,6 @@ class TokenObjective:
 
 def withhold(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:
     """Only what a part declared; so that a part that reads more fails at once, not on some other backend."""
-
-    def given(need: Need, value: Tensor | None) -> Tensor | None:
-        return value if need in needs else None
-
-    return LossInputs(
-        mask=inputs.mask,
-        log_probs=None if reads_values else inputs.log_probs,
-        values=inputs.values if reads_values else None,
-        advantages=inputs.advantages,
-        returns=inputs.returns,
-        entropy=given(Need.ENTROPY, inputs.entropy),
-        old_log_probs=given(Need.OLD_LOGPROBS, inputs.old_log_probs),
-        old_values=given(Need.VALUES, inputs.old_values),
-        ref_log_probs=given(Need.REF_LOGPROBS, inputs.ref_log_probs),
-        rollout_log_probs=given(Need.ROLLOUT_LOGPROBS, inputs.rollout_log_probs),
-        teacher_log_probs=given(Need.TEACHER_LOGPROBS, inputs.teacher_log_probs),
-    )
+    withheld = ["log_probs" if reads_values else "values", *(FIELD_OF[need] for need in Need if need not in needs)]
+    nothing: dict[str, Any] = dict.fromkeys(withheld)
+    return replace(inputs, **nothing)

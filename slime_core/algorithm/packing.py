@@ -7,7 +7,7 @@ import torch
 
 from slime_core.contracts.media import MediaPacker
 from slime_core.errors import DataError
-from slime_core.types.batch import Batch, Int64, TokenColumns, ragged_rows
+from slime_core.types.batch import Batch, Int64, TokenColumns, ragged_positions, ragged_rows
 from slime_core.types.microbatch import LossColumns, MicroBatch
 from slime_core.types.routed_experts import unread
 
@@ -30,20 +30,17 @@ def pack_micro_batch(
     response = batch.response_length[samples].astype(np.int64)
     prompt = batch.prompt_length[samples].astype(np.int64)
     tokens = batch.tokens[ragged_rows(batch.total_length, samples)]
-    starts = np.concatenate([[0], np.cumsum(total)])
     response_rows = batch.response_rows(samples)
+    given = {} if columns is None else columns.only(LossColumns.__dataclass_fields__).take(response_rows).present()
     # Token t of a response stands at P + t, so the position that predicts it is the one before.
-    response_in_stream = ragged_positions(starts[:-1] + prompt, response)
+    response_in_stream = ragged_positions(np.cumsum(total) - total + prompt, response)
     if len(tokens) == 0:
-        tokens, starts = np.zeros(1, np.int32), np.array([0, 1])
-        positions = np.zeros(1, np.int64)
-    else:
-        positions = ragged_positions(np.zeros_like(total), total)
+        tokens, total = np.zeros(1, np.int32), np.ones(1, np.int64)
     return MicroBatch(
         tokens=torch.from_numpy(tokens.astype(np.int64)),
-        position_ids=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        max_seqlen=int(total.max(initial=1)),
+        position_ids=torch.from_numpy(ragged_positions(np.zeros_like(total), total)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(total)]).astype(np.int32)),
+        max_seqlen=int(total.max()),
         logit_index=torch.from_numpy(response_in_stream - 1),
         targets=torch.from_numpy(tokens[response_in_stream].astype(np.int64)),
         segments=torch.from_numpy(np.repeat(np.arange(len(samples), dtype=np.int64), response)),
@@ -51,7 +48,7 @@ def pack_micro_batch(
         mask=torch.from_numpy(batch.mask[response_rows].astype(np.bool_)),
         columns=LossColumns(
             rollout_log_probs=torch.from_numpy(batch.rollout_log_probs[response_rows]),
-            **{} if columns is None else to_torch(columns.take(response_rows)),
+            **{name: torch.from_numpy(column) for name, column in given.items()},
         ),
         temperature=temperature,
         images=None if pixels is None else pixels.pack(batch, samples),
@@ -68,15 +65,3 @@ def expert_ids(batch: Batch, samples: Int64) -> torch.Tensor:
     if not len(rows):
         rows = np.array(unread(1, layers, top_k))
     return torch.from_numpy(rows if rows.dtype == np.uint8 else rows.astype(np.int32))
-
-
-def ragged_positions(starts: Int64, lengths: Int64) -> Int64:
-    """starts[i], starts[i] + 1, … for `lengths[i]` numbers each, one after the other."""
-    before = np.cumsum(lengths) - lengths
-    offsets: Int64 = np.repeat(starts - before, lengths)
-    return np.arange(lengths.sum(), dtype=np.int64) + offsets
-
-
-def to_torch(columns: TokenColumns) -> dict[str, torch.Tensor]:
-    loss_inputs = LossColumns.__dataclass_fields__
-    return {name: torch.from_numpy(column) for name, column in columns.present().items() if name in loss_inputs}

@@ -65,8 +65,7 @@ class CollectorDriver(Driver[Collector[Any]]):
 
     @classmethod
     def needs_engine(cls, config: Any) -> bool:
-        """False: nothing is generated (steps come from a dump, or answers from the data), so no engine is started for
-        it."""
+        """False: nothing is generated (steps come from a dump, or answers from the data), so no engine is started."""
         return True
 
     @classmethod

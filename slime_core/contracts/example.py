@@ -131,8 +131,7 @@ class FilterExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceExample(Example):
-    """`options` name data of at least three rows, whose prompts differ; they may lie in the folder that `examples` is
-    given."""
+    """`options` name data of at least three rows, whose prompts differ, perhaps in the folder given to `examples`."""
 
     input_key: str = "input"
     label_key: str | None = None

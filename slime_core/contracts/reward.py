@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from slime_core.contracts.driver import Driver
 
 if TYPE_CHECKING:
-    from slime_core.types.sample import Sample, SampleGroup, SpanReward
+    from slime_core.types.sample import SampleGroup, SpanReward
 
 
 class Outcome(StrEnum):
@@ -96,8 +96,7 @@ class RewardDriver(Driver[Reward]):
 
     @classmethod
     def asks_engines(cls, config: Any) -> bool:
-        """Whether it asks the model of `engines.reward`. Then the run needs one, and `build_asking` takes the place of
-        `build`."""
+        """Whether it asks the model of `engines.reward`. Then the run needs one, and `build_asking` replaces `build`."""
         return False
 
     @classmethod
@@ -105,6 +104,3 @@ class RewardDriver(Driver[Reward]):
         """`servers`: all serve the same model. When some are lost or replaced, another one is built; a group that could not
         be scored for their sake (`infra`, `timeout`) is then scored again."""
         raise NotImplementedError
-
-
-RewardFunction: TypeAlias = "Callable[[Sample], RewardValue]"

@@ -9,8 +9,7 @@ from typing import Any
 from slime_core import groups
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import Part, PartSpec
-from slime_core.data.model_folder import read_model_config
-from slime_core.data.weight_files import shapes_in
+from slime_core.data.model_folder import read_model_config, shapes_in
 from slime_core.errors import ConfigError, ModelError
 
 

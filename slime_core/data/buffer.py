@@ -105,8 +105,7 @@ class DataBuffer:
             ],
         }
         write_groups(folder / GROUPS_FILE, [item.group for item in self._items])
-        text = json.dumps(state, indent=1, allow_nan=False)
-        write_text(folder / STATE_FILE, text)
+        write_text(folder / STATE_FILE, json.dumps(state, indent=1, allow_nan=False))
 
     def load(self, folder: Path) -> None:
         """Takes on the content and position that `save` wrote. CheckpointError if they are not all there."""

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config and its tokenizer, with errors that say what is missing."""
+"""A Hugging Face model folder: its config, weights and tokenizer, with errors that say what is missing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from slime_core.data.weight_files import INDEX
 from slime_core.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INDEX: Final = "model.safetensors.index.json"
+"""Of weights in several files: which tensor is where."""
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Of models that take more than text: what says how it becomes numbers."""
 WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
@@ -64,18 +65,22 @@ def check_index(index: Path) -> None:
         raise ModelError(f"{index}: it names files that are not there: {', '.join(missing)}. Copy them there.")
 
 
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors, by the headers of their files."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
 def copy_processor(source: Path, target: Path) -> None:
     """What the folder of a model with images needs beside weights and tokenizer."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def copy_generation_and_code(source: Path, target: Path) -> None:
-    """What a saved model needs of the folder that it started from, beside config and tokenizer: how text is generated, and the
-    modules that `auto_map` of its config names."""
-    for file in sorted([*source.glob("generation_config.json"), *source.glob("*.py")]):
-        shutil.copyfile(file, target / file.name)
 
 
 def has_tokenizer(folder: Path) -> bool:

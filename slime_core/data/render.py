@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,6 @@ import numpy as np
 from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.media import MediaRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
-from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ RESERVED_TEMPLATE_KWARGS: Final = frozenset(
 """What the renderer decides itself when it calls the template."""
 
 
+@dataclass(frozen=True, eq=False)
 class PromptRenderer:
     """With the chat template off, the row's string is the prompt, and no special tokens are added. With it on, a
     string is one user message, and the template gets the row's tools and ends with the generation prompt.
@@ -35,33 +36,23 @@ class PromptRenderer:
     `media` puts images and the like where they belong in messages, text and tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        input_key: str = "input",
-        label_key: str | None = None,
-        metadata_key: str = "metadata",
-        tool_key: str = "tools",
-        media: MediaRenderer | None = None,
-        apply_chat_template: bool = False,
-        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_prompt_len: int | None = None,
-    ) -> None:
-        self.max_prompt_len = max_prompt_len
-        self._tokenizer = tokenizer
-        self._input_key = input_key
-        self._label_key = label_key
-        self._metadata_key = metadata_key
-        self._tool_key = tool_key
-        self._media = media
-        self._apply_chat_template = apply_chat_template
-        self._template_kwargs = dict(apply_chat_template_kwargs or {})
-        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & self._template_kwargs.keys()):
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    media: MediaRenderer | None = None
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: Mapping[str, Any] | None = None
+    max_prompt_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & (self.apply_chat_template_kwargs or {}).keys()):
             raise ConfigError(f"apply_chat_template_kwargs: {', '.join(reserved)} cannot be set; slime decides it")
-        if apply_chat_template and not tokenizer.chat_template:
+        if self.apply_chat_template and not self.tokenizer.chat_template:
             raise ModelError(
-                f"apply_chat_template is on, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat "
+                f"apply_chat_template is on, but the tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat "
                 "template: add chat_template.jinja to the model's folder, or leave out --apply-chat-template and give "
                 "whole prompts as strings"
             )
@@ -69,8 +60,8 @@ class PromptRenderer:
     def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
         """DataError names `origin` if a key is missing, a value has the wrong type, an image does not decode, or the
         template fails. `folder`: where relative paths of images begin."""
-        value = self._required(row, self._input_key, "input_key", origin)
-        label = None if self._label_key is None else self._required(row, self._label_key, "label_key", origin)
+        value = self._required(row, self.input_key, "input_key", origin)
+        label = None if self.label_key is None else self._required(row, self.label_key, "label_key", origin)
         metadata = dict(self._optional_object(row, origin))
         tools = self._tools(row, origin)
         if tools is not None:
@@ -78,27 +69,25 @@ class PromptRenderer:
         json_text(label, f"{origin}: the label")
         json_text(metadata, f"{origin}: the metadata")
         messages = None
-        images: tuple[Image, ...] = ()
-        if self._media is not None:
-            images = self._media.read(row, origin, folder)
+        images = () if self.media is None else self.media.read(row, origin, folder)
         text = value
-        if self._apply_chat_template:
+        if self.apply_chat_template:
             messages = self._messages(value, origin)
-            if self._media is not None:
-                messages = self._media.place(messages, images, origin)
+            if self.media is not None:
+                messages = self.media.place(messages, images, origin)
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
-                f'{origin}: "{self._input_key}" is a list of messages, which needs the chat template: type '
+                f'{origin}: "{self.input_key}" is a list of messages, which needs the chat template: type '
                 "--apply-chat-template"
             )
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
-        if self._media is not None:
-            text = self._media.mark(text, images, origin)
+        if self.media is not None:
+            text = self.media.mark(text, images, origin)
         token_ids = self._token_ids(text, origin)
-        if self._media is not None:
-            token_ids, images = self._media.expand(token_ids, images, origin)
+        if self.media is not None:
+            token_ids, images = self.media.expand(token_ids, images, origin)
         return Prompt(
             group_index=group_index,
             text=text,
@@ -123,26 +112,26 @@ class PromptRenderer:
         return row[key]
 
     def _optional_object(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
-        metadata = row.get(self._metadata_key)
+        metadata = row.get(self.metadata_key)
         if metadata is None:
             return {}
         if not isinstance(metadata, dict):
             raise DataError(
-                f'{origin}: "{self._metadata_key}" (metadata_key) must be an object, found {_shown(metadata)}'
+                f'{origin}: "{self.metadata_key}" (metadata_key) must be an object, found {_shown(metadata)}'
             )
         return metadata
 
     def _tools(self, row: Mapping[str, Any], origin: str) -> list[dict[str, Any]] | None:
-        tools = row.get(self._tool_key)
+        tools = row.get(self.tool_key)
         if isinstance(tools, str) and tools:
             try:
                 tools = json.loads(tools)
             except ValueError as error:
-                raise DataError(f'{origin}: "{self._tool_key}" (tool_key) is not valid JSON: {error}') from error
+                raise DataError(f'{origin}: "{self.tool_key}" (tool_key) is not valid JSON: {error}') from error
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise DataError(f'{origin}: "{self._tool_key}" (tool_key) must be a list of objects, found {_shown(tools)}')
+            raise DataError(f'{origin}: "{self.tool_key}" (tool_key) must be a list of objects, found {_shown(tools)}')
         return tools
 
     def _messages(self, value: Any, origin: str) -> Sequence[Message]:
@@ -153,23 +142,27 @@ class PromptRenderer:
         for number, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise DataError(
-                    f'{origin}: message {number} of "{self._input_key}" is not an object with a role, '
+                    f'{origin}: message {number} of "{self.input_key}" is not an object with a role, '
                     f"found {_shown(message)}"
                 )
-        json_text(value, f'{origin}: "{self._input_key}"')
+        json_text(value, f'{origin}: "{self.input_key}"')
         return value
 
     def _wrong_input(self, value: Any, origin: str) -> DataError:
         return DataError(
-            f'{origin}: "{self._input_key}" (input_key) must be a string or a list of messages, found {_shown(value)}'
+            f'{origin}: "{self.input_key}" (input_key) must be a string or a list of messages, found {_shown(value)}'
         )
 
     def _render_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, origin: str) -> str:
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(self.apply_chat_template_kwargs or {}),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{origin}: the chat template failed: {error}") from error
@@ -181,7 +174,7 @@ class PromptRenderer:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{origin}: the prompt is not valid Unicode: {error}") from error
-        token_ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        token_ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
         if not len(token_ids):
             raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
         return token_ids

@@ -10,9 +10,10 @@ there if any sample has them: flat, with their sizes beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,6 +83,9 @@ ROUTED_EXPERTS: Final = pa.schema(
 """(F, layers, top_k) flat, and [layers, top_k]; null for a sample without. Of 48 layers with 8 experts, a step of six million
 tokens has more ids than 32 bits count."""
 
+_AS_THEY_ARE: Final = ("index", "rollout_id", "credit_key", "reward", "remove_sample", "response", "prompt_length")
+"""Columns that hold an attribute of the sample by its name."""
+
 # Log-probs hardly repeat: side by side, their bytes take 15 % less than through a dictionary (1M normal draws, zstd).
 _BYTE_WISE: Final = {"rollout_log_probs.list.element": "BYTE_STREAM_SPLIT"}
 _REPEATED: Final = ["status", "prompt", "label", "messages", "tools", "prompt_metadata", "metadata", "origin"]
@@ -96,8 +100,8 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
     prompts = [prompt for _, prompt, _ in rows]
     samples = [sample for _, _, sample in rows]
 
-    def of_sample(name: str) -> list[Any]:
-        return [None if sample is None else getattr(sample, name) for sample in samples]
+    def of_sample(value: Callable[[Sample], Any]) -> list[Any]:
+        return [None if sample is None else value(sample) for sample in samples]
 
     columns: dict[str, Any] = {
         "group": [number for number, _, _ in rows],
@@ -110,31 +114,24 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         "messages": [_optional_json(prompt.messages, prompt, "the messages") for prompt in prompts],
         "tools": [_optional_json(prompt.tools, prompt, "the tools") for prompt in prompts],
         "prompt_metadata": [_optional_json(prompt.metadata, prompt, "the metadata") for prompt in prompts],
-        "metadata": [
-            None if sample is None else json_text(sample.metadata, f"sample {sample.index}: the metadata")
-            for sample in samples
-        ],
-        "status": [None if sample is None else sample.status.value for sample in samples],
-        "reward_parts": [None if sample is None else list(sample.reward_parts.items()) for sample in samples],
-        "counts": [None if sample is None else list(sample.counts.items()) for sample in samples],
-        "tokens": _ragged(of_sample("tokens"), np.int32),
-        "loss_mask": _ragged(of_sample("loss_mask"), np.uint8),
-        "rollout_log_probs": _ragged(of_sample("rollout_log_probs"), np.float32),
-        "spans": [None if sample is None else [span._asdict() for span in sample.spans] for sample in samples],
-        "span_rewards": [None if sample is None else [s._asdict() for s in sample.span_rewards] for sample in samples],
+        "metadata": of_sample(lambda s: json_text(s.metadata, f"sample {s.index}: the metadata")),
+        "status": of_sample(lambda s: s.status.value),
+        "reward_parts": of_sample(lambda s: list(s.reward_parts.items())),
+        "counts": of_sample(lambda s: list(s.counts.items())),
+        "tokens": _ragged(of_sample(lambda s: s.tokens), np.int32),
+        "loss_mask": _ragged(of_sample(lambda s: s.loss_mask), np.uint8),
+        "rollout_log_probs": _ragged(of_sample(lambda s: s.rollout_log_probs), np.float32),
+        "spans": of_sample(lambda s: [span._asdict() for span in s.spans]),
+        "span_rewards": of_sample(lambda s: [span._asdict() for span in s.span_rewards]),
     }
-    for name in ("index", "rollout_id", "credit_key", "reward", "remove_sample", "response", "prompt_length"):
-        columns[name] = of_sample(name)
-    table = pa.table([_as_array(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
-    ids = [None if sample is None else sample.routed_experts for sample in samples]
-    if all(of_sample is None for of_sample in ids):
-        return table
-    flat = [None if of_sample is None else of_sample.astype(np.uint16).reshape(-1) for of_sample in ids]
-    sizes = [None if of_sample is None else of_sample.shape[1:] for of_sample in ids]
-    expert_columns = {"routed_experts": _ragged(flat, np.uint16, of=pa.LargeListArray), "routed_experts_sizes": sizes}
-    for field in ROUTED_EXPERTS:
-        table = table.append_column(field, _as_array(expert_columns[field.name], field.type))
-    return table
+    columns |= {name: of_sample(attrgetter(name)) for name in _AS_THEY_ARE}
+    experts = of_sample(attrgetter("routed_experts"))
+    if all(ids is None for ids in experts):
+        return pa.table(columns, schema=SCHEMA)
+    flat = [None if ids is None else ids.astype(np.uint16).reshape(-1) for ids in experts]
+    columns["routed_experts"] = _ragged(flat, np.uint16, of=pa.LargeListArray)
+    columns["routed_experts_sizes"] = [None if ids is None else ids.shape[1:] for ids in experts]
+    return pa.table(columns, schema=pa.schema([*SCHEMA, *ROUTED_EXPERTS]))
 
 
 def table_to_groups(table: pa.Table) -> list[SampleGroup]:
@@ -145,17 +142,14 @@ def table_to_groups(table: pa.Table) -> list[SampleGroup]:
     plain = {name: table[name].to_pylist() for name in SCHEMA.names if name not in lists}
     routed = _read_experts(table)
     groups = []
-    for _, members in groupby(range(table.num_rows), key=lambda row: plain["group"][row]):
-        prompt: Prompt | None = None
-        own: Prompt | None = None
+    for _, members in groupby(range(table.num_rows), key=plain["group"].__getitem__):
+        prompts: list[Prompt] = []
         samples = []
         for row in members:
-            prompt = _read_prompt(row, plain, lists, prompt)
-            own = own or prompt
+            prompts.append(_read_prompt(row, plain, lists, prompts[-1] if prompts else None))
             if plain["index"][row] is not None:
-                samples.append(_read_sample(row, plain, lists, prompt, routed[row]))
-        assert own is not None
-        groups.append(SampleGroup(prompt=own, samples=tuple(samples)))
+                samples.append(_read_sample(row, plain, lists, prompts[-1], routed[row]))
+        groups.append(SampleGroup(prompt=prompts[0], samples=tuple(samples)))
     return groups
 
 
@@ -186,29 +180,16 @@ def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
     write_table(path, groups_to_table(groups))
 
 
-def read_numbers(path: Path, column: str) -> frozenset[int]:
-    """Of one column alone, such as `index`. Errors as those of `read_groups`."""
-    numbers = _read(path, [column])[column].drop_null().to_numpy()
-    return frozenset(numbers.tolist())
-
-
 def read_groups(path: Path) -> list[SampleGroup]:
     """DataError if the file is missing, cut short or of another kind."""
-    table = _read(path)
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     try:
         return table_to_groups(table)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-
-
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    try:
-        table = pq.read_table(path, columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    if columns and (missing := set(columns) - set(table.column_names)):
-        raise DataError(f"{path}: not a table of sample groups: it lacks {', '.join(missing)}")
-    return table
 
 
 def _rows_of(group: SampleGroup) -> Iterable[tuple[Prompt, Sample | None]]:
@@ -253,10 +234,6 @@ def _ragged(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic], 
     assert flat.dtype == dtype, f"expected {dtype.__name__} vectors, found {flat.dtype}"
     missing = pa.array([array is None for array in arrays], pa.bool_())
     return of.from_arrays(pa.array(offsets), pa.array(flat), mask=missing)
-
-
-def _as_array(values: Any, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, kind)
 
 
 def _slices(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
@@ -304,25 +281,19 @@ def _read_sample(
     row: int, plain: dict[str, Any], lists: dict[str, Any], prompt: Prompt, routed_experts: RoutedExperts | None
 ) -> Sample:
     return Sample(
-        index=plain["index"][row],
         group_index=plain["group_index"][row],
-        rollout_id=plain["rollout_id"][row],
         prompt=prompt,
         tokens=lists["tokens"][row],
-        prompt_length=plain["prompt_length"][row],
         loss_mask=lists["loss_mask"][row],
         rollout_log_probs=lists["rollout_log_probs"][row],
-        response=plain["response"][row],
         spans=tuple(VersionSpan(**span) for span in plain["spans"][row]),
         status=Status(plain["status"][row]),
-        reward=plain["reward"][row],
         reward_parts=dict(plain["reward_parts"][row]),
         span_rewards=tuple(SpanReward(**span) for span in plain["span_rewards"][row]),
-        credit_key=plain["credit_key"][row],
-        remove_sample=plain["remove_sample"][row],
         metadata=_from_json(plain["metadata"][row]),
         routed_experts=routed_experts,
         counts=dict(plain["counts"][row]),
+        **{name: plain[name][row] for name in _AS_THEY_ARE},
     )
 
 

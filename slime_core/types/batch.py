@@ -7,7 +7,7 @@ Arrays may be read-only views of shared memory: nothing writes to them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeAlias
 
@@ -30,11 +30,15 @@ def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer
     >>> ragged_rows(np.array([2, 0, 3]), np.array([2, 0]))
     array([2, 3, 4, 0, 1])
     """
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1][chosen]
-    counts = np.asarray(lengths, dtype=np.int64)[chosen]
-    before = np.cumsum(counts) - counts
-    offsets: Int64 = np.repeat(starts - before, counts)
-    return np.arange(counts.sum(), dtype=np.int64) + offsets
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return ragged_positions((np.cumsum(lengths) - lengths)[chosen], lengths[chosen])
+
+
+def ragged_positions(starts: Int64, lengths: Int64) -> Int64:
+    """starts[i], starts[i] + 1, … for `lengths[i]` numbers each, one after the other."""
+    before = np.cumsum(lengths) - lengths
+    offsets: Int64 = np.repeat(starts - before, lengths)
+    return np.arange(lengths.sum(), dtype=np.int64) + offsets
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,36 +110,14 @@ class Batch:
     def take(self, samples: npt.NDArray[np.integer]) -> Batch:
         """The batch of these samples, in this order."""
         samples = np.asarray(samples, dtype=np.int64)
-        token_rows = ragged_rows(self.total_length, samples)
-        response_rows = self.response_rows(samples)
-        ragged = {
-            "tokens": token_rows,
-            "mask": response_rows,
-            "rollout_log_probs": response_rows,
-            "version": response_rows,
-            "token_reward": response_rows,
-            "routed_experts": token_rows,
-        }
+        by_response_token = ("mask", "rollout_log_probs", "version", "token_reward")
+        ragged = dict.fromkeys(by_response_token, self.response_rows(samples))
+        ragged |= dict.fromkeys(("tokens", "routed_experts"), ragged_rows(self.total_length, samples))
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "images"}
         return Batch(
             **{n: c[ragged.get(n, samples)] for n, c in columns.items() if c is not None},
             images=None if self.images is None else self.images.take(samples),
         )
-
-    def rewards_by_token(self, rewards: Float64) -> Float64:
-        """(S,) to (M,): each sample's reward where it was earned. What process rewards gave stands at its tokens, and the
-        rest at the last trained token. 0 for samples without a reward (NaN); a sample without a trained token has none."""
-        earned = np.zeros(len(self.mask), np.float64)
-        rest = rewards
-        scored = ~np.isnan(rewards)
-        if self.token_reward is not None:
-            earned += np.where(scored[self.sample_of_token], self.token_reward, 0.0)
-            rest = rewards - self.sample_sums(self.token_reward)
-        trained = np.flatnonzero(self.mask)
-        ending = scored & (self.num_trainable > 0)
-        last = np.cumsum(self.num_trainable) - 1
-        earned[trained[last[ending]]] += rest[ending]
-        return earned
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,6 +146,3 @@ class TokenColumns:
     def only(self, names: Collection[str]) -> TokenColumns:
         """Without the columns that are not named."""
         return TokenColumns(**{name: column for name, column in self.present().items() if name in names})
-
-    def with_columns(self, **columns: Float32) -> TokenColumns:
-        return replace(self, **columns)

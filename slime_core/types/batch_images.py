@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -84,16 +84,10 @@ class BatchImages:
 
     def take(self, samples: npt.NDArray[np.integer]) -> BatchImages | None:
         """The images of these samples, in this order; None if they have none."""
-        known: dict[int, Image] = {}
+        image = cache(self.image)
 
         def images(sample: int) -> list[Image]:
-            numbers = self.of_sample(sample).tolist()
-            told = zip(numbers, self.places_of(sample), strict=True)
-            return [
-                replace(
-                    known[number] if number in known else known.setdefault(number, self.image(number)), places=places
-                )
-                for number, places in told
-            ]
+            told = zip(self.of_sample(sample).tolist(), self.places_of(sample), strict=True)
+            return [replace(image(number), places=places) for number, places in told]
 
         return BatchImages.of([images(int(sample)) for sample in samples])

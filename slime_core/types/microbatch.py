@@ -6,7 +6,8 @@ This module imports torch: only workers, losses and backends use it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,10 @@ class LossColumns:
 
     def map_rows(self, rows: Tensor | None, device: torch.device) -> LossColumns:
         """The columns at `rows` (None: all), on `device`."""
-        moved = {}
-        for f in fields(self):
-            column = getattr(self, f.name)
-            if column is not None:
-                moved[f.name] = (column if rows is None else column.index_select(0, rows)).to(device, non_blocking=True)
-        return replace(self, **moved)
+        columns = tensors_of(self)
+        if rows is not None:
+            columns = {name: column.index_select(0, rows) for name, column in columns.items()}
+        return LossColumns(**moved(columns, device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,11 +48,7 @@ class MicroImages:
     """(N,) int64: which row of all images' features a token stands for; -1: it stands for itself."""
 
     def to(self, device: torch.device) -> MicroImages:
-        return MicroImages(
-            pixel_values=self.pixel_values.to(device, non_blocking=True),
-            grid_thw=self.grid_thw.to(device, non_blocking=True),
-            feature_of_token=self.feature_of_token.to(device, non_blocking=True),
-        )
+        return MicroImages(**moved(tensors_of(self), device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,20 +93,15 @@ class MicroBatch:
         return len(self.tokens)
 
     def to(self, device: torch.device) -> MicroBatch:
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        images = None if self.images is None else self.images.to(device)
+        tensors: dict[str, Any] = dict(moved(tensors_of(self), device))
+        return replace(self, **tensors, columns=self.columns.map_rows(None, device), images=images)
 
-        return replace(
-            self,
-            tokens=move(self.tokens),
-            position_ids=move(self.position_ids),
-            cu_seqlens=move(self.cu_seqlens),
-            logit_index=move(self.logit_index),
-            targets=move(self.targets),
-            segments=move(self.segments),
-            mask=move(self.mask),
-            columns=self.columns.map_rows(None, device),
-            rows=None if self.rows is None else move(self.rows),
-            images=None if self.images is None else self.images.to(device),
-            routed_experts=None if self.routed_experts is None else move(self.routed_experts),
-        )
+
+def tensors_of(parts: LossColumns | MicroImages | MicroBatch) -> dict[str, Tensor]:
+    """Those of its fields that are tensors."""
+    return {name: value for name, value in vars(parts).items() if isinstance(value, Tensor)}
+
+
+def moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

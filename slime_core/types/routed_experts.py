@@ -18,8 +18,7 @@ RoutedExperts: TypeAlias = npt.NDArray[np.unsignedinteger]
 def narrow(ids: npt.NDArray[np.integer]) -> RoutedExperts:
     """The ids, at least 0, in the smallest of the two dtypes that holds them."""
     wide = ids.max(initial=0) > np.iinfo(np.uint8).max
-    found: RoutedExperts = ids.astype(np.uint16 if wide else np.uint8)
-    return found
+    return ids.astype(np.uint16 if wide else np.uint8)
 
 
 def unread(rows: int, layers: int, top_k: int) -> RoutedExperts:
@@ -38,5 +37,4 @@ def filled_up(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> 
         held = 0 if part is None else len(part)
         rows += [] if part is None else [part]
         rows.append(unread(length - held, layers, top_k))
-    whole: RoutedExperts = np.concatenate(rows)
-    return whole
+    return np.concatenate(rows)

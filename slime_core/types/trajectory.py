@@ -142,6 +142,5 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32]) ->
     answer, and the way around it costs several times as much.
     """
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        text: str = tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-        return text
+        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

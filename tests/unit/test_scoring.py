@@ -132,9 +132,8 @@ def test_rewards_of_spans(make_group):
     done = rewarded(sample, value, None, "here")
     assert done.reward == pytest.approx(0.5 - 1.0 + 4.0 + 0.25)
     batch = assemble([replace(make_group([0.0]), samples=(done, replace(sample, reward=2.0)))])
-    # The third span has no trained token: its 4 are earned at the end.
+    # The third span has no trained token: its 4 belong to the rest of the reward.
     assert batch.token_reward.tolist() == [0, 0.5, -1.0, 0, 0, 0, 0] + [0] * 7
-    assert batch.rewards_by_token(batch.reward).tolist() == [0, 0.5, -1, 0, 0, 0, 4.25] + [0] * 6 + [2]
     assert batch.take(np.array([1, 0])).token_reward.tolist() == [0] * 7 + [0, 0.5, -1.0, 0, 0, 0, 0]
     for start, end in ((-1, 2), (2, 2), (5, 8)):
         with pytest.raises(RewardError, match=rf"here: rewards tokens {start} to {end} of a response of 7"):
@@ -147,7 +146,8 @@ def test_who_is_removed_earns_nothing_at_its_tokens(make_group):
     sample = long_sample(make_group, [1] * 3)
     done = rewarded(sample, SpanRewards([SpanReward(0, 1, 1.0)]), None, "")
     batch = assemble([replace(make_group([0.0]), samples=(replace(done, remove_sample=True),))])
-    assert not batch.rewards_by_token(batch.reward).any()
+    assert not batch.token_reward.any()
+    assert not batch.mask.any()
 
 
 def long_sample(make_group, mask):

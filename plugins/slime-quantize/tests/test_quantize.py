@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime_core.config.part import PartSpec
-from slime_core.data.weight_files import file_of
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
 from slime_models.convert import convert
 from slime_plugin_kit.converted_folder import converted_folder
 from slime_plugin_kit.tiny_model import make_tiny_model
+from slime_training.weight_files import file_of
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
 E4M3_MAX = 448.0

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime_core.atomic_io.storage import storage_error
-from slime_core.data.model_folder import copy_generation_and_code
 from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trained_parameters
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.gather import gathered
@@ -29,6 +28,7 @@ from slime_fsdp.packed_model import PackedModel
 from slime_training.collective_errors import on_all_ranks
 from slime_training.rounded_adamw import local
 from slime_training.saved_model import write_model
+from slime_training.weight_files import copy_generation_and_code
 
 LAYER = re.compile(r"^.*?\.\d+\.")
 

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from slime_core.data.model_folder import check_weights
-from slime_core.data.weight_files import dtypes_in
 from slime_core.errors import ModelError
 from slime_fsdp.attention import PACKED
 from slime_fsdp.supported_models import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
+from slime_training.weight_files import dtypes_in
 
 HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
 """The transformers class of each `TrainerSetup.head`. A token classifier with one label is a value model: any tool

@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from slime_core.contracts.converter import Checksums, Converter, Piece
-from slime_core.data.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 from slime_core.errors import CheckpointError, ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
@@ -49,6 +48,7 @@ from slime_megatron.folder import ModelFolder, listed, open_folder
 from slime_megatron.layout import Shape
 from slime_megatron.model import PackedGpt
 from slime_megatron.transformer_engine import mend_absence
+from slime_training.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 
 OUTER: Final = "outer"
 """The piece of embedding, last norm and head."""

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from slime_core.data.model_folder import check_weights
-from slime_core.data.weight_files import dtypes_in, file_of, shapes_in
+from slime_core.data.model_folder import check_weights, shapes_in
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.family import BRIDGES, Family, family_problems
+from slime_training.weight_files import dtypes_in, file_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

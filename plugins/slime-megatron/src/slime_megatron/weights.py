@@ -21,12 +21,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from slime_core.data.model_folder import copy_generation_and_code
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
 from slime_megatron.experts import STACKED, expert_name
 from slime_megatron.folder import ModelFolder
 from slime_training.joint_gather import gather_jointly
 from slime_training.saved_model import write_model
+from slime_training.weight_files import copy_generation_and_code
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 JOINT_BYTES: Final = 512 * 2**20

@@ -10,6 +10,7 @@ import numpy as np
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
 from slime_core.types.batch import Bool, Float64
 from slime_estimators.discount import discounted_sums
+from slime_estimators.token_rewards import rewards_by_token
 
 
 class Gae(AdvantageEstimator):
@@ -39,7 +40,7 @@ class Gae(AdvantageEstimator):
 
         values_K = column[trained].astype(np.float64)
         next_K = np.where(last_K, 0.0, np.roll(values_K, -1))
-        rewards_K = batch.rewards_by_token(inputs.rewards)[trained]
+        rewards_K = rewards_by_token(batch, inputs.rewards)[trained]
         if inputs.kl_penalty is not None:
             rewards_K -= inputs.kl_penalty[trained]
         deltas_M = np.zeros(len(batch.mask), np.float64)

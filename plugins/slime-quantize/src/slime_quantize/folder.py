@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_core.contracts.converter import Checksums, Converter, Piece
-from slime_core.data.model_folder import check_weights, read_model_config
-from slime_core.data.weight_files import checksum_of, copy_small_files, gather_weights, shapes_in
+from slime_core.data.model_folder import check_weights, read_model_config, shapes_in
 from slime_core.errors import ModelError
 from slime_quantize.scheme import Scheme
+from slime_training.weight_files import checksum_of, copy_small_files, gather_weights
 
 WEIGHTS: Final = "model.safetensors"
 LAYER: Final = re.compile(r"(^|\.)layers\.\d+\.")

@@ -9,8 +9,7 @@ from typing import Final
 from torch import Tensor
 
 from slime_core.contracts.converter import TensorFormat
-from slime_core.data.model_folder import read_model_config
-from slime_core.data.weight_files import shapes_in
+from slime_core.data.model_folder import read_model_config, shapes_in
 from slime_core.errors import ModelError
 from slime_quantize.blocks import BlockScheme
 

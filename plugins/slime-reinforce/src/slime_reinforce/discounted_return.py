@@ -9,6 +9,7 @@ import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
 from slime_estimators.discount import discounted_sums
+from slime_estimators.token_rewards import rewards_by_token
 
 
 class DiscountedReturn(AdvantageEstimator):
@@ -28,7 +29,7 @@ class DiscountedReturn(AdvantageEstimator):
         batch = inputs.batch
         scored_S = ~np.isnan(inputs.rewards)
         credited_M = batch.mask.astype(np.bool_) & scored_S[batch.sample_of_token]
-        token_reward_M = batch.rewards_by_token(inputs.rewards)
+        token_reward_M = rewards_by_token(batch, inputs.rewards)
         if inputs.kl_penalty is not None:
             token_reward_M -= inputs.kl_penalty
         returns_M = discounted_sums(token_reward_M, batch.response_length, credited_M, self._gamma)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.algorithm.packing import ragged_positions
+from slime_core.types.batch import ragged_positions
 from slime_core.types.microbatch import MicroBatch
 from slime_training.attention_runs import LONG, padded_length
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.algorithm.flops import ModelShape
-from slime_core.data.weight_files import shapes_in
+from slime_core.data.model_folder import shapes_in
 from slime_core.errors import ModelError
 from slime_training.head import chunk_positions
 

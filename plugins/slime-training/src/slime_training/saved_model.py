@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_core.atomic_io.storage import storage_error
-from slime_core.data.weight_files import gather_weights
 from slime_training.collective_errors import on_all_ranks
+from slime_training.weight_files import gather_weights
 
 SHARD_BYTES: Final = 5 * 10**9
 """Of tensors in one file, as transformers has it; a larger tensor has a file of its own."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slime_core.algorithm.packing import ragged_positions
+from slime_core.types.batch import ragged_positions
 from slime_training.context_parallel import held_positions
 
 Int64 = npt.NDArray[np.int64]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,7 +21,7 @@ from rich.text import Text
 
 from slime_core.controller.run_folder import RunFolder
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.table import dump_file, dumped_steps, read_groups, read_numbers
+from slime_core.data.table import dump_file, dumped_steps, read_groups
 from slime_core.errors import ConfigError, DataError
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_viewer.order import Order
@@ -131,6 +133,17 @@ def find_group(rollouts: Path, steps: Sequence[int], numbered: Numbered, wanted:
         least, most = min([least, *there]), max([most, *there])
     where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     raise DataError(f"{rollouts}: no {numbered.what} {wanted} in {where}; there are {least} to {most}.")
+
+
+def read_numbers(path: Path, column: str) -> frozenset[int]:
+    """Of one column alone, such as `index`. Errors as those of `read_groups`."""
+    try:
+        table = pq.read_table(path, columns=[column])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    if column not in table.column_names:
+        raise DataError(f"{path}: not a table of sample groups: it lacks {column}")
+    return frozenset(table[column].drop_null().to_pylist())
 
 
 def find_tokenizer(folder: Path, asked: Path | None) -> PreTrainedTokenizerBase:

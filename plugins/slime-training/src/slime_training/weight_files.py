@@ -1,4 +1,5 @@
-"""Files of a Hugging Face model folder beside each other: the index over several of weights, and all that is no weight."""
+"""Files of a Hugging Face model folder that is written or converted: their tensors, the index over several of weights, and all
+that is no weight."""
 
 from __future__ import annotations
 
@@ -6,21 +7,17 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
+import torch
 import xxhash
+from safetensors import safe_open
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-INDEX: Final = "model.safetensors.index.json"
+from slime_core.data.model_folder import INDEX
 
 
 def checksum_of(tensor: Tensor) -> str:
     """xxh3-64 of its type, shape and bytes. Of a tensor on the host."""
-    import torch
-
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -34,11 +31,16 @@ def copy_small_files(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def copy_generation_and_code(source: Path, target: Path) -> None:
+    """What a saved model needs of the folder that it started from, beside config and tokenizer: how text is generated, and the
+    modules that `auto_map` of its config names."""
+    for file in sorted([*source.glob("generation_config.json"), *source.glob("*.py")]):
+        shutil.copyfile(file, target / file.name)
+
+
 def gather_weights(parts: Sequence[Path], target: Path) -> None:
     """Moves files of weights, which may be in `target` already after an interruption, to the names that
     transformers gives several of them; then writes their index."""
-    from safetensors import safe_open
-
     weight_map: dict[str, str] = {}
     total = 0
     for number, part in enumerate(parts, 1):
@@ -60,8 +62,6 @@ def tensor_bytes(file: Path) -> int:
 
 def file_of(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
-    from safetensors import safe_open
-
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
@@ -71,22 +71,9 @@ def file_of(folder: Path) -> dict[str, Path]:
 
 def dtypes_in(folder: Path) -> dict[str, torch.dtype]:
     """Of all tensors: in half precision some, biases of routers above all, are float32 beside the others."""
-    from safetensors import safe_open
-
     found: dict[str, torch.dtype] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             # Mapped, not read.
             found |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
-    return found
-
-
-def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors, by the headers of their files."""
-    from safetensors import safe_open
-
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as opened:
-            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     return found
