@@ -138,9 +138,6 @@ def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
 
 def speculation(turns: Sequence[Turn]) -> dict[str, float]:
     """Means of what engines with speculative decoding tell."""
-    found: dict[str, list[float]] = {}
-    for turn in turns:
-        for name in ("spec_accept_rate", "spec_accept_length"):
-            if name in turn.extra:
-                found.setdefault(f"rollout/{name}", []).append(turn.extra[name])
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    names = ("spec_accept_rate", "spec_accept_length")
+    told = {name: [turn.extra[name] for turn in turns if name in turn.extra] for name in names}
+    return {f"rollout/{name}": float(np.mean(values)) for name, values in told.items() if values}
