@@ -125,7 +125,9 @@ class RewardPool:
             servers = await self._servers(text)
             try:
                 values = await self._values(text, servers, group, where)
-                if not await self._lost(servers, values):
+                # Such failures say nothing if they are for the sake of servers that serve no longer.
+                lost = any(isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG for value in values)
+                if not lost or not await self._replaced(servers):
                     break
             except RewardError as error:
                 if error.outcome == Outcome.WRONG:
@@ -142,11 +144,6 @@ class RewardPool:
         if self.engines is not None and self._servers_of.get(spec) is not None:
             self._servers_of[spec] = await self.engines.servers()
         return self._servers_of.get(spec)
-
-    async def _lost(self, servers: Servers, values: Sequence[RewardValue]) -> bool:
-        """Whether some of these are failures for the sake of servers that serve no longer."""
-        failures = [value for value in values if isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG]
-        return bool(failures) and await self._replaced(servers)
 
     async def _replaced(self, servers: Servers) -> bool:
         return servers is not None and self.engines is not None and await self.engines.changed(servers)

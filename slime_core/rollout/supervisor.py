@@ -52,8 +52,7 @@ class HealthRules:
 
 
 Admit: TypeAlias = Callable[[int | None], Awaitable[None]]
-"""Puts the engine into service, once it was seen to hold this version (None: no weights were brought) and to be well;
-EngineError if it does not."""
+"""Puts an engine into service that holds this version (None: no weights were brought) and is well; else EngineError."""
 
 Resync: TypeAlias = Callable[[EngineLink, Admit], Awaitable[None]]
 """Brings the weights to an engine as soon as the trainers are free, and calls `Admit` before anybody publishes others.
@@ -141,13 +140,7 @@ class EngineSupervisor:
     def _lose(self, index: int, error: Exception, redispatched: int) -> None:
         self.counts["rollout/redispatched"] += redispatched
         self._end(index)
-        event = EngineLost(
-            run=self.run,
-            rollout_id=self.rollout_id(),
-            engine_index=self.first + index,
-            error=error,
-            redispatched=redispatched,
-        )
+        event = EngineLost(**self._what(index), error=error, redispatched=redispatched)
         self._begin(self._heal(index, error, event))
 
     async def _heal(self, index: int, error: Exception, lost: EngineLost) -> None:
@@ -167,17 +160,13 @@ class EngineSupervisor:
                     error = again
                     self._end(index)
             self._begin(self._probe(index))
-            self.hooks.emit(
-                EngineRecovered(
-                    run=self.run,
-                    rollout_id=self.rollout_id(),
-                    engine_index=self.first + index,
-                    version=version,
-                    seconds=now() - lost_at,
-                )
-            )
+            self.hooks.emit(EngineRecovered(**self._what(index), version=version, seconds=now() - lost_at))
         except Exception as failure:  # noqa: BLE001 - nobody waits for this task; those who wait for engines get it
             self.client.fail(failure)
+
+    def _what(self, index: int) -> dict[str, Any]:
+        """What every event says: of which run, in which step, and of which engine."""
+        return {"run": self.run, "rollout_id": self.rollout_id(), "engine_index": self.first + index}
 
     def _permit(self, index: int, error: Exception) -> None:
         """Counts a restart; EngineError if there were too many."""
@@ -212,14 +201,7 @@ class EngineSupervisor:
         self._restarts[index] += 1
         self.counts["rollout/engine_restarts"] += 1
         self.hooks.emit(
-            EngineRestarted(
-                run=self.run,
-                rollout_id=self.rollout_id(),
-                engine_index=number,
-                restarts=self._restarts[index],
-                pid=info.pid,
-                seconds=now() - began,
-            )
+            EngineRestarted(**self._what(index), restarts=self._restarts[index], pid=info.pid, seconds=now() - began)
         )
         link = self.client.link(engine)
         brought = -1
