@@ -368,8 +368,7 @@ class EngineClient:
                 self._end(seat, message, failure)
 
     def _end(self, seat: Seat, message: Message, failure: Exception | None) -> None:
-        """A message has ended. If the engine failed and is watched, it is taken out of service; else the failure is that of
-        whoever waits."""
+        """A message has ended. If the engine failed and is watched, it goes out of service; else who waits gets the failure."""
         if failure is not None and self._on_loss is not None and not isinstance(failure, EngineRefused):
             self.quarantine(seat.index, failure)
             return

@@ -100,8 +100,7 @@ class GroupRunner:
     """Whose tokens may be trained now."""
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
-        """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
-        they are, unfinished ones continued."""
+        """Starts all answers at once. Of samples `kept` from earlier, finished ones are taken as they are, others continued."""
         by_index: defaultdict[int, list[Sample]] = defaultdict(list)
         for sample in kept:
             by_index[sample.index].append(sample)

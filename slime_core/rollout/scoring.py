@@ -71,9 +71,8 @@ class Judge(Protocol):
 async def score_group(
     pool: Judge, plan: ScoringPlan, group: SampleGroup
 ) -> tuple[SampleGroup, Mapping[int, RewardError]]:
-    """The group with rewards, and why samples have none, by their place: the plan's policies decided what becomes of those.
-    Aborted and failed samples, and those that have a reward already, are not scored. RewardError where the policy is
-    `error`."""
+    """The group with rewards, and why samples could not be scored, by place: the plan's policies say what becomes of those.
+    Aborted, failed and already rewarded samples are not scored. RewardError where the policy is `error`."""
     asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
     if not asked:
         return group, {}
@@ -132,8 +131,7 @@ def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
 
 
 def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Verdict]) -> Sample:
-    """The weighted sum. With several rewards in the run each one's own number is kept as a part, and its named numbers
-    under its name."""
+    """The weighted sum. Of several rewards each one's own number is kept as a part, and its named numbers under its name."""
     if len(plan.rewards) == 1:
         (verdict,) = verdicts.values()
         parts = dict(verdict.parts)

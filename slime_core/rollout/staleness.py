@@ -8,8 +8,7 @@ from slime_core.types.sample import Sample
 
 
 def mask_kept(sample: Sample, kept_length: int) -> Sample:
-    """Without loss on the first `kept_length` tokens of the response, as far as an older policy wrote them than the one
-    that went on."""
+    """Without loss on the first `kept_length` response tokens, as far as a policy wrote them before the one that went on."""
     went_on = [span.version for span in sample.spans if span.end > kept_length]
     return mask_spans(sample, went_on[0], kept_length) if went_on else sample
 

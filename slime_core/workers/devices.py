@@ -17,10 +17,8 @@ class Tenant(Protocol):
 
 
 class Devices:
-    """One role works at a time, in the order of asking; roles on other devices work meanwhile.
-
-    With `offload` all but that role sleep: `settle` every role as soon as it is set up, before the next one is.
-    """
+    """One role works at a time, in the order of asking; roles on other devices work meanwhile. With `offload` all but that
+    role sleep: `settle` every role as soon as it is set up, before the next one is."""
 
     def __init__(self, *, offload: bool = False) -> None:
         self.offload = offload

@@ -47,15 +47,13 @@ class LocalLauncher(Launcher):
         self._specs: list[EngineWorkerSpec] = []
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
-        ranks: list[RankHandle] = []
+        before = len(self._ranks)
         for spec in specs:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{spec.setup.role}-{spec.setup.rank}")
             self._threads.append(thread)
             worker = await asyncio.get_running_loop().run_in_executor(thread, TrainWorker, spec)
-            rank = LocalRank(worker, thread)
-            self._ranks.append(rank)
-            ranks.append(rank)
-        return ranks
+            self._ranks.append(LocalRank(worker, thread))
+        return self._ranks[before:]
 
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         infos, started = [], []

@@ -175,8 +175,7 @@ class Trainers:
         return [(rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self.ranks, self.layouts, strict=True)]
 
     def _scoring_plans(self, lengths_of_rank: Sequence[Int64]) -> list[tuple[Int64, ...]]:
-        """Forwards without gradient: each rank packs its own samples, then all get equally many micro-batches, some
-        of them empty."""
+        """Forwards without gradient: each rank packs its own samples; empty micro-batches make all ranks' counts equal."""
         limits = self.limits.score
         packed = [pack(np.arange(len(lengths)), lengths, limits) for lengths in lengths_of_rank]
         most = max(max(len(micros) for micros in packed), 1)
