@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from slime_core.contracts.collector import Collector
@@ -31,51 +31,42 @@ class Submitted:
     running: RunningGroup
 
 
-@dataclass(slots=True)
-class Tally:
-    """What became of the groups of one step."""
-
-    accepted: list[SampleGroup] = field(default_factory=list)
-    refused: list[tuple[SampleGroup, str]] = field(default_factory=list)
-    returned: list[BufferItem] = field(default_factory=list)
-
-
 class AcceptedGroups(Collector[RolloutContext]):
     """Submits a wave, judges its groups in order, and submits again for what was rejected."""
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         config = context.config
         target = config.rollout_batch_size
-        tally = Tally()
+        accepted: list[SampleGroup] = []
+        refused: list[tuple[SampleGroup, str]] = []
+        returned: list[BufferItem] = []
         in_flight: deque[Submitted] = deque()
         complete = False
         try:
-            while len(tally.accepted) < target:
+            while len(accepted) < target:
                 if not in_flight:
-                    missing = target - len(tally.accepted)
-                    in_flight += self._submit(
-                        context, -(-missing * config.wave // target), step, left=len(tally.accepted)
-                    )
+                    missing = target - len(accepted)
+                    in_flight += self._submit(context, -(-missing * config.wave // target), step, left=len(accepted))
                 group = await in_flight[0].running.task
                 submitted = in_flight.popleft()
-                candidates = len(tally.accepted) + 1 + len(in_flight)
+                candidates = len(accepted) + 1 + len(in_flight)
                 decision = verdict(group, context, insufficient=candidates <= target)
                 if decision.keep:
-                    tally.accepted.append(marked(group, decision.untrained))
+                    accepted.append(marked(group, decision.untrained))
                     continue
-                tally.refused.append((group, decision.reason))
+                refused.append((group, decision.reason))
                 if goes_back(group, config):
-                    tally.returned.append(submitted.item.as_returned(step))
-                check_limit(tally.refused, len(tally.accepted), step, config)
+                    returned.append(submitted.item.as_returned(step))
+                check_limit(refused, len(accepted), step, config)
                 if config.refill == "eager":
-                    in_flight += self._submit(context, 1, step, left=len(tally.accepted) + len(in_flight))
+                    in_flight += self._submit(context, 1, step, left=len(accepted) + len(in_flight))
             complete = True
         finally:
             await self._abort(context, in_flight, wait_for_rewards=complete)
-            tally.returned += [submitted.item.as_returned(step) for submitted in in_flight]
-            context.buffer.add_samples(tally.returned)
-        accepted = sorted(tally.accepted, key=lambda group: group.samples[0].index)
-        context.observe(step, accepted, tally.refused)
+            returned += [submitted.item.as_returned(step) for submitted in in_flight]
+            context.buffer.add_samples(returned)
+        accepted.sort(key=lambda group: group.samples[0].index)
+        context.observe(step, accepted, refused)
         return accepted
 
     def _submit(self, context: RolloutContext, num_groups: int, step: int, *, left: int) -> list[Submitted]:

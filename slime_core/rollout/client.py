@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -27,10 +27,9 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
 """Told which engine was taken out of service, why, and how many of its requests are dispatched again."""
 
-PAUSED: Final = "paused"
-ASLEEP: Final = "asleep"
-HOLDS: Final = {"pause": PAUSED, "sleep": ASLEEP}
-FREES: Final = {"resume": PAUSED, "wake": ASLEEP}
+HOLDS: Final = frozenset({"pause", "sleep"})
+FREES: Final = {"resume": "pause", "wake": "sleep"}
+"""Calls that hold engines back, and those that end that."""
 
 
 class EngineClient:
@@ -114,8 +113,7 @@ class EngineClient:
             return await self._submit(request)
         self._entered[request.request_id] = False
         try:
-            completion: Completion = await self._entrance(replace(request, engines=self._every))
-            return completion
+            return await self._entrance(replace(request, engines=self._every))
         finally:
             self._entered.pop(request.request_id, None)
 
@@ -128,8 +126,8 @@ class EngineClient:
         fails is taken out of service and gives no result; one that refuses is well, and the refusal is raised."""
         if self._failure is not None and method not in HOLDS:
             raise self._failure
-        if (held := HOLDS.get(method)) is not None:
-            self._note(self._held | {held})
+        if method in HOLDS:
+            self._note(self._held | {method})
         serving = [seat for seat in self._seats if seat.serves]
         if self._failure is not None:
             # The run ends, for a reason that is known. What it has trained is saved before, on devices that those engines give
@@ -137,20 +135,14 @@ class EngineClient:
             calls = (asyncio.wait_for(seat.engine.call(method, *args), self._call_limit_s) for seat in serving)
             await asyncio.gather(*calls, return_exceptions=True)
             return {}
-        if self._on_loss is None:
-            answers = [(answer,) for answer in await together([seat.engine.call(method, *args) for seat in serving])]
-        else:
-            answers = await together([self._call(seat, method, args) for seat in serving])
-        if (freed := FREES.get(method)) is not None and (freed != ASLEEP or wakes_whole(*args)):
+        answers = await asyncio.gather(*(self._call(seat, method, args) for seat in serving))
+        if (freed := FREES.get(method)) is not None and (freed != "sleep" or wakes_whole(*args)):
             self._note(self._held - {freed})
         return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
 
     async def ask_one(self, index: int, method: str, *args: Any) -> tuple[Any, ...]:
         """As `ask`, of one engine in service: its result, or nothing if it was lost."""
-        seat = self._seats[index]
-        if self._on_loss is None:
-            return (await seat.engine.call(method, *args),)
-        return await self._call(seat, method, args)
+        return await self._call(self._seats[index], method, args)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests; those still waiting here, or in a middleware, are answered with nothing."""
@@ -219,7 +211,7 @@ class EngineClient:
 
     def _note(self, held: set[str]) -> None:
         self._held = held
-        if ASLEEP in held:
+        if "sleep" in held:
             self._awake.clear()
         else:
             self._awake.set()
@@ -243,6 +235,8 @@ class EngineClient:
 
     async def _call(self, seat: Seat, method: str, args: Sequence[Any]) -> tuple[Any, ...]:
         """The result, or nothing of an engine that was lost meanwhile."""
+        if self._on_loss is None:
+            return (await seat.engine.call(method, *args),)
         call = asyncio.ensure_future(seat.engine.call(method, *args))
         seat.calls.add(call)
         try:
@@ -374,8 +368,7 @@ class EngineClient:
                 self._end(seat, message, failure)
 
     def _end(self, seat: Seat, message: Message, failure: Exception | None) -> None:
-        """A message has ended. If the engine failed and is watched, it is taken out of service; else the failure is that of
-        whoever waits."""
+        """A message has ended. If the engine failed and is watched, it goes out of service; else who waits gets the failure."""
         if failure is not None and self._on_loss is not None and not isinstance(failure, EngineRefused):
             self.quarantine(seat.index, failure)
             return
@@ -392,10 +385,6 @@ class EngineClient:
 def wakes_whole(tags: Sequence[Memory] | None = None) -> bool:
     """With its weights alone an engine can be loaded, but does not generate."""
     return tags is None or Memory.KV_CACHE in tags
-
-
-async def together(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*work))
 
 
 def around(middleware: RouterMiddleware, call_next: Next) -> Next:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, GenerateRequest
@@ -72,10 +72,7 @@ class OneEngine:
 
     engine: EngineHandle
     call_limit_s: float
-
-    @property
-    def num_engines(self) -> int:
-        return 1
+    num_engines: ClassVar = 1
 
     async def each(self, method: str, *args: Any) -> Sequence[Any]:
         """EngineError if it takes too long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -29,56 +29,41 @@ if TYPE_CHECKING:
 Scorer: TypeAlias = Callable[[SampleGroup], Awaitable[SampleGroup]]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class EngineEpisode:
     """Numbers the turns of one answer, and gives each its own request id and seed. Once `stop` is set, or with no room
     left for a token, it answers by itself: with nothing."""
 
-    def __init__(
-        self,
-        *,
-        prompt: Prompt,
-        index: int,
-        position: int,
-        scope: str,
-        attempt: int,
-        seed: int,
-        stop: asyncio.Event,
-        sampling: SamplingParams,
-        max_context_len: int | None,
-        client: EngineClient,
-        tokenizer: PreTrainedTokenizerBase,
-        evaluation: bool,
-        kept: Sample | None = None,
-        scorer: Scorer | None = None,
-        routed_experts: bool = False,
-        versions: Callable[[], range] = lambda: range(1),
-    ) -> None:
-        """`routed_experts`: engines are asked for expert ids."""
-        self.prompt = prompt
-        self.sampling = sampling
-        self.tokenizer = tokenizer
-        self.evaluation = evaluation
-        self.request_ids: list[str] = []
-        self.turns: list[Turn] = []
-        self.attempt = attempt
-        self.index = index
-        self.began = time.time()
-        self._position = position
-        self._scope = scope
+    prompt: Prompt
+    index: int
+    position: int
+    scope: str
+    attempt: int
+    seed: int
+    stop: asyncio.Event
+    sampling: SamplingParams
+    max_context_len: int | None
+    client: EngineClient
+    tokenizer: PreTrainedTokenizerBase
+    evaluation: bool
+    kept: Sample | None = None
+    scorer: Scorer | None = None
+    routed_experts: bool = False
+    """Engines are asked for expert ids."""
+    trained_versions: Callable[[], range] = lambda: range(1)
+    request_ids: list[str] = field(default_factory=list, init=False)
+    turns: list[Turn] = field(default_factory=list, init=False)
+    began: float = field(default_factory=time.time, init=False)
+
+    def __post_init__(self) -> None:
         # A retry needs request ids of its own; its seeds stay, so that it repeats what was lost.
-        self._id = f"{scope}/{index}" if attempt == 0 else f"{scope}.{attempt}/{index}"
-        self._seed = seed
-        self._stop = stop
-        self.max_context_len = max_context_len
-        self._client = client
-        self.kept = kept
-        self._scorer = scorer
-        self._routed = RoutedSequences(kept) if routed_experts else None
-        self._versions = versions
+        scope = f"{self.scope}.{self.attempt}" if self.attempt else self.scope
+        self._id = f"{scope}/{self.index}"
+        self._routed = RoutedSequences(self.kept) if self.routed_experts else None
 
     @property
     def versions(self) -> range:
-        return self._versions()
+        return self.trained_versions()
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
         started = Trajectory(prompt or self.prompt, index=self.index, rollout_id=self.index, tokenizer=self.tokenizer)
@@ -87,12 +72,12 @@ class EngineEpisode:
         return started
 
     async def stopped(self) -> None:
-        await self._stop.wait()
+        await self.stop.wait()
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        if self._scorer is None:
+        if self.scorer is None:
             raise RewardError("the generator asks for rewards, and the run has none: name one with --reward.")
-        return (await self._scorer(SampleGroup(prompt=self.prompt, samples=tuple(samples)))).samples
+        return (await self.scorer(SampleGroup(prompt=self.prompt, samples=tuple(samples)))).samples
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
         sampling = sampling or self.sampling
@@ -105,18 +90,18 @@ class EngineEpisode:
             request_id=f"{self._id}/{turn}",
             token_ids=np.asarray(token_ids, np.int32),
             sampling=sampling,
-            seed=request_seed(self._seed, self._scope, self.prompt.group_index, self._position, turn),
+            seed=request_seed(self.seed, self.scope, self.prompt.group_index, self.position, turn),
             session_id=self._id,
             images=images_of(self.prompt, token_ids),
             routed_experts_from=None if self._routed is None else self._routed.known(token_ids),
         )
         self.request_ids.append(request.request_id)
-        if self._stop.is_set():
+        if self.stop.is_set():
             return Completion.empty(request, FinishReason.ABORT)
         if sampling.max_new_tokens <= 0:
             return Completion.empty(request, FinishReason.LENGTH)
         began = time.perf_counter()
-        completion = await self._client.generate(request)
+        completion = await self.client.generate(request)
         self.turns.append(
             Turn(
                 request_id=request.request_id,

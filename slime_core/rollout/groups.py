@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -49,14 +50,18 @@ class GroupSettings:
     """Samples are to bring the engines' expert ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RunningGroup:
-    """A group on its way: its task, and the requests that would have to be aborted."""
+    """A group on its way."""
 
     prompt: Prompt
-    task: asyncio.Task[SampleGroup]
-    episodes: list[EngineEpisode]
-    stop: asyncio.Event
+    kept: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
+    """Samples of an earlier attempt, by their index."""
+    task: asyncio.Task[SampleGroup] = field(init=False)
+    episodes: list[EngineEpisode] = field(default_factory=list)
+    """Whose requests would have to be aborted."""
+    traces: list[AnswerTrace] = field(default_factory=list)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
     generated: list[Sample] = field(default_factory=list)
     """All its samples as soon as there are all; their rewards may not be there yet."""
@@ -80,101 +85,62 @@ class SampleFailure:
     error: Exception
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GroupRunner:
     """Starts groups of one purpose; each group is a task of its own."""
 
-    def __init__(
-        self,
-        settings: GroupSettings,
-        *,
-        generator: Generator,
-        client: EngineClient,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: Judge | None,
-        on_failure: Callable[[SampleFailure], None],
-        on_trace: Callable[[GroupTrace], None] = lambda trace: None,
-        versions: Callable[[], range] = lambda: range(1),
-    ) -> None:
-        """`versions`: whose tokens may be trained now."""
-        self.settings = settings
-        self._generator = generator
-        self._client = client
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._on_failure = on_failure
-        self._on_trace = on_trace
-        self._versions = versions
+    settings: GroupSettings = field(kw_only=False)
+    generator: Generator
+    client: EngineClient
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Judge | None
+    on_failure: Callable[[SampleFailure], None]
+    on_trace: Callable[[GroupTrace], None] = lambda trace: None
+    versions: Callable[[], range] = lambda: range(1)
+    """Whose tokens may be trained now."""
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
-        """Starts all answers of a prompt at once. `kept` are samples of an earlier attempt: finished ones are taken as
-        they are, unfinished ones continued."""
-        episodes: list[EngineEpisode] = []
-        stop = asyncio.Event()
-        generated: list[Sample] = []
-        all_generated = asyncio.Event()
-        by_index: dict[int, list[Sample]] = {}
+        """Starts all answers at once. Of samples `kept` from earlier, finished ones are taken as they are, others continued."""
+        by_index: defaultdict[int, list[Sample]] = defaultdict(list)
         for sample in kept:
-            by_index.setdefault(sample.index, []).append(sample)
-        return RunningGroup(
-            prompt=prompt,
-            episodes=episodes,
-            stop=stop,
-            generated=generated,
-            all_generated=all_generated,
-            task=asyncio.create_task(self._run(prompt, episodes, stop, generated, all_generated, by_index)),
-        )
+            by_index[sample.index].append(sample)
+        group = RunningGroup(prompt=prompt, kept=by_index)
+        group.task = asyncio.create_task(self._run(group))
+        return group
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
         """Ends what these groups have in the engines; their tasks end with aborted samples. To be repeated until they
         have: a request may be on its way to an engine that does not know it yet."""
         for group in groups:
             group.stop.set()
-        await self._client.abort([request_id for group in groups for request_id in group.request_ids])
+        await self.client.abort([request_id for group in groups for request_id in group.request_ids])
 
-    async def _run(
-        self,
-        prompt: Prompt,
-        episodes: list[EngineEpisode],
-        stop: asyncio.Event,
-        generated: list[Sample],
-        all_generated: asyncio.Event,
-        kept: Mapping[int, list[Sample]],
-    ) -> SampleGroup:
-        answers = []
-        traces: list[AnswerTrace] = []
-        for position in range(self.settings.num_samples):
-            index = prompt.group_index * self.settings.num_samples + position
-            work = self._answer(prompt, episodes, stop, index, position, kept.get(index, []), traces)
-            answers.append(asyncio.create_task(work))
-        samples = [sample for answer in await all_or_none(answers) for sample in answer]
-        generated += samples
-        all_generated.set()
-        group = SampleGroup(prompt=prompt, samples=tuple(samples))
-        if stop.is_set():
+    async def _run(self, running: RunningGroup) -> SampleGroup:
+        first = running.prompt.group_index * self.settings.num_samples
+        answers = [
+            asyncio.create_task(self._answer(running, first + position, position))
+            for position in range(self.settings.num_samples)
+        ]
+        running.generated += [sample for answer in await all_or_none(answers) for sample in answer]
+        running.all_generated.set()
+        group = SampleGroup(prompt=running.prompt, samples=tuple(running.generated))
+        if running.stop.is_set():
             # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
             return group
         began = time.perf_counter()
         group = await self._score(group)
-        self._on_trace(
+        self.on_trace(
             GroupTrace(
                 scope=self.settings.scope,
-                group_index=prompt.group_index,
+                group_index=group.group_index,
                 reward_s=time.perf_counter() - began,
-                answers=traces,
+                answers=running.traces,
             )
         )
         return group
 
-    async def _answer(
-        self,
-        prompt: Prompt,
-        episodes: list[EngineEpisode],
-        stop: asyncio.Event,
-        index: int,
-        position: int,
-        kept: Sequence[Sample],
-        traces: list[AnswerTrace],
-    ) -> Sequence[Sample]:
+    async def _answer(self, running: RunningGroup, index: int, position: int) -> Sequence[Sample]:
+        prompt, kept = running.prompt, running.kept.get(index, ())
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
         failure: Exception | None = None
@@ -186,61 +152,61 @@ class GroupRunner:
                 scope=self.settings.scope,
                 attempt=attempt,
                 seed=self.settings.seed,
-                stop=stop,
+                stop=running.stop,
                 sampling=self.settings.sampling,
                 max_context_len=self.settings.max_context_len,
-                client=self._client,
-                tokenizer=self._tokenizer,
+                client=self.client,
+                tokenizer=self.tokenizer,
                 evaluation=self.settings.evaluation,
                 # An answer that was made into several samples cannot be gone on with: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
-                scorer=None if self._rewards is None else self._score,
+                scorer=None if self.rewards is None else self._score,
                 routed_experts=self.settings.routed_experts,
-                versions=self._versions,
+                trained_versions=self.versions,
             )
-            episodes.append(episode)
+            running.episodes.append(episode)
             began = time.perf_counter()
             try:
-                samples = check_samples(await self._generate(episode), self._generator)
+                samples = check_samples(await self._generate(episode), self.generator)
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
                 return samples
             except EngineUnavailable as error:
                 # It was asked again as often as it may be: perhaps it is what kills the engines.
-                self._on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
+                self.on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 failure = error
                 break
             except (EngineError, PluginError, RewardError):
                 raise
             except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
                 will_retry = attempt < self.settings.max_retries
-                self._on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
+                self.on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
                 failure = error
             finally:
-                traces.append(episode.trace(time.perf_counter() - began))
+                running.traces.append(episode.trace(time.perf_counter() - began))
         assert failure is not None
         return [with_failure(failed_sample(prompt, index), failure)]
 
     async def _generate(self, episode: EngineEpisode) -> Sequence[Sample]:
         try:
-            return await self._generator.generate(episode)
+            return await self.generator.generate(episode)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # A failure like others: passed on, it would end the run as if somebody had asked for that.
             raise RolloutError(
-                f"generator {type(self._generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
+                f"generator {type(self.generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
                 "not by the run."
             ) from error
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
         plan = self.settings.scoring
-        if plan is None or self._rewards is None:
+        if plan is None or self.rewards is None:
             return group
-        scored, failed = await score_group(self._rewards, plan, group)
-        for failure in failed:
-            self._on_failure(SampleFailure(group.prompt, failure.sample.index, 1, False, failure.error))
+        scored, failures = await score_group(self.rewards, plan, group)
+        for n, error in failures.items():
+            self.on_failure(SampleFailure(group.prompt, group.samples[n].index, 1, False, error))
         return scored
 
 

@@ -57,9 +57,8 @@ class Failure:
 
 
 def serve(pipe: Connection) -> None:
-    """The process: one task after the other, (function, arguments), as long as somebody sends any.
-
-    Ctrl-C goes to the whole process group, but the run decides when its workers end."""
+    """The process: one task after the other, (function, arguments), as long as somebody sends any. Ctrl-C goes to the whole
+    process group, but the run decides when its workers end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     while True:

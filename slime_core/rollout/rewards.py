@@ -24,7 +24,7 @@ from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_process import RemoteTraceback, RewardProcess, WorkerDied, WorkerLate
 from slime_core.rollout.reward_worker import Raised, Scored, Servers
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
+from slime_core.types.sample import Sample, SampleGroup, SpanReward
 
 WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
 TIMEOUT_S: Final = 30.0
@@ -52,7 +52,7 @@ class Verdict:
 class Waiting:
     """A group that waits for its rewards."""
 
-    spec: PartSpec
+    spec: str
     servers: Servers
     group: SampleGroup
     answer: asyncio.Future[Sequence[RewardValue] | Raised]
@@ -112,21 +112,6 @@ class RewardPool:
                 f'reward "{spec.name}": its worker process died while it was built (exit code {error.exitcode}).'
             ) from error
 
-    async def score(self, spec: PartSpec, group: SampleGroup, reward_key: str | None) -> SampleGroup:
-        """The group with rewards. Aborted and failed samples, and those that have a reward already, are not scored.
-
-        Raises RewardError: what went wrong, on which prompt.
-        """
-        asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
-        samples = list(group.samples)
-        for n, verdict in zip(asked, await self.judge(spec, part_of(group, asked), reward_key), strict=True):
-            if verdict.failure is not None:
-                raise verdict.failure
-            samples[n] = replace(
-                samples[n], reward=verdict.value, reward_parts=verdict.parts, span_rewards=verdict.spans
-            )
-        return replace(group, samples=tuple(samples)) if asked else group
-
     async def judge(
         self, spec: PartSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
     ) -> list[Verdict]:
@@ -135,11 +120,14 @@ class RewardPool:
         if not group.samples:
             return []
         where = f'reward "{spec.name}" on {group.prompt.origin or f"group {group.group_index}"}'
+        text = spec.to_json()
         while True:
-            servers = await self._servers(spec)
+            servers = await self._servers(text)
             try:
-                values = await self._values(spec, servers, group, where)
-                if not await self._lost(servers, values):
+                values = await self._values(text, servers, group, where)
+                # Such failures say nothing if they are for the sake of servers that serve no longer.
+                lost = any(isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG for value in values)
+                if not lost or not await self._replaced(servers):
                     break
             except RewardError as error:
                 if error.outcome == Outcome.WRONG:
@@ -151,27 +139,21 @@ class RewardPool:
                 retries -= 1
         return [verdict_on(sample, v, reward_key, where) for sample, v in zip(group.samples, values, strict=True)]
 
-    async def _servers(self, spec: PartSpec) -> Servers:
+    async def _servers(self, spec: str) -> Servers:
         """Those that the reward asks now, once there are any."""
-        text = spec.to_json()
-        if self.engines is not None and self._servers_of.get(text) is not None:
-            self._servers_of[text] = await self.engines.servers()
-        return self._servers_of.get(text)
-
-    async def _lost(self, servers: Servers, values: Sequence[RewardValue]) -> bool:
-        """Whether some of these are failures for the sake of servers that serve no longer."""
-        failures = [value for value in values if isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG]
-        return bool(failures) and await self._replaced(servers)
+        if self.engines is not None and self._servers_of.get(spec) is not None:
+            self._servers_of[spec] = await self.engines.servers()
+        return self._servers_of.get(spec)
 
     async def _replaced(self, servers: Servers) -> bool:
         return servers is not None and self.engines is not None and await self.engines.changed(servers)
 
-    async def _values(self, spec: PartSpec, servers: Servers, group: SampleGroup, where: str) -> Sequence[RewardValue]:
+    async def _values(self, spec: str, servers: Servers, group: SampleGroup, where: str) -> Sequence[RewardValue]:
         """One for each sample; RewardError if the group cannot be scored."""
         try:
             values = await self._ask(spec, servers, group)
         except WorkerLate:
-            raise RewardTimeout(f"{where}: {self._late(spec.to_json(), len(group.samples))}") from None
+            raise RewardTimeout(f"{where}: {self._late(spec, len(group.samples))}") from None
         except WorkerDied as error:
             raise RewardUnavailable(
                 f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}"
@@ -211,7 +193,7 @@ class RewardPool:
             process.close()
         self._threads.shutdown()
 
-    async def _ask(self, spec: PartSpec, servers: Servers, group: SampleGroup) -> Sequence[RewardValue] | Raised:
+    async def _ask(self, spec: str, servers: Servers, group: SampleGroup) -> Sequence[RewardValue] | Raised:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send_all)
@@ -221,19 +203,17 @@ class RewardPool:
 
     def _send_all(self) -> None:
         of_spec: dict[tuple[str, Servers], list[Waiting]] = {}
-        texts: dict[int, str] = {}
         for waiting in self._waiting:
-            text = texts.get(id(waiting.spec)) or texts.setdefault(id(waiting.spec), waiting.spec.to_json())
-            of_spec.setdefault((text, waiting.servers), []).append(waiting)
+            of_spec.setdefault((waiting.spec, waiting.servers), []).append(waiting)
         self._waiting = []
-        for (text, _), members in of_spec.items():
-            pace = self._pace.get(text, math.inf)
+        for (spec, _), members in of_spec.items():
+            pace = self._pace.get(spec, math.inf)
             size = max(1, min(LARGEST_PARCEL, int(PARCEL_SECONDS / max(pace, 1e-9))))
             for start in range(0, len(members), size):
-                self._send(text, members[start : start + size])
+                self._send(members[start : start + size])
 
-    def _send(self, text: str, members: Sequence[Waiting]) -> None:
-        parcel = asyncio.create_task(self._deliver(text, members))
+    def _send(self, members: Sequence[Waiting]) -> None:
+        parcel = asyncio.create_task(self._deliver(members))
         self._parcels.add(parcel)
         parcel.add_done_callback(self._parcels.discard)
 
@@ -244,14 +224,14 @@ class RewardPool:
         for member in members:
             member.answer.add_done_callback(give_up)
 
-    async def _deliver(self, text: str, members: Sequence[Waiting]) -> None:
+    async def _deliver(self, members: Sequence[Waiting]) -> None:
         """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
         that the one that hangs, or takes the worker down, is the one that fails."""
-        groups = [member.group for member in members]
-        limit = max(self._limit(text, len(group.samples)) for group in groups)
+        spec, groups = members[0].spec, [member.group for member in members]
+        limit = max(self._limit(spec, len(group.samples)) for group in groups)
         asked_by = object()
         try:
-            future = self._threads.submit(self._score, text, members[0].servers, groups, limit, asked_by)
+            future = self._threads.submit(self._score, spec, members[0].servers, groups, limit, asked_by)
             scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             for process in self._processes:
@@ -263,11 +243,11 @@ class RewardPool:
                 for member in left:
                     member.answer.set_exception(error)
             else:
-                self._pace.pop(text, None)
+                self._pace.pop(spec, None)
                 for member in left:
-                    self._send(text, [member])
+                    self._send([member])
             return
-        self._pace[text] = scored.seconds / len(members)
+        self._pace[spec] = scored.seconds / len(members)
         for member, values in zip(members, scored.values, strict=True):
             if not member.answer.done():
                 member.answer.set_result(values)
@@ -283,22 +263,9 @@ class RewardPool:
             self._free.put(process)
 
 
-def is_scored(sample: Sample) -> bool:
-    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
-
-
-def part_of(group: SampleGroup, positions: Sequence[int]) -> SampleGroup:
-    """These samples of the group."""
-    if len(positions) == len(group.samples):
-        return group
-    return replace(group, samples=tuple(group.samples[n] for n in positions))
-
-
 def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Verdict:
     """What the value that a reward returned says."""
     try:
-        if isinstance(value, RewardFailure):
-            raise ERROR_OF[value.outcome](f"{where}: {value.message}. {WAY_ON}")
         done = rewarded(sample, value, reward_key, where)
     except RewardError as error:
         return Verdict(failure=error)
@@ -308,7 +275,7 @@ def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where
 def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Sample:
     """The sample with its reward; a mapping's numbers are kept as parts. RewardError if it is none."""
     if isinstance(value, RewardFailure):
-        raise RewardError(f"{where}: {value.message}.")
+        raise ERROR_OF[value.outcome](f"{where}: {value.message}. {WAY_ON}")
     if isinstance(value, SpanRewards):
         spans = tuple(span_of(sample, span, where) for span in value.spans)
         total = finite(value.outcome, where) + math.fsum(span.value for span in spans)

@@ -30,8 +30,7 @@ class RoutedSequences:
         return max((shared(ids, tokens, token_ids) for tokens, ids in self._sequences), default=0)
 
     def joined(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """The answer with the ids of all tokens of the sequence but the last. EngineError if it does not bring those that were
-        asked for."""
+        """The answer with ids of all tokens of the sequence but the last. EngineError if it lacks those that were asked for."""
         if not len(completion.token_ids):
             return replace(completion, routed_experts=None)
         start = request.routed_experts_from or 0

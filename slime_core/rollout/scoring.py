@@ -14,7 +14,7 @@ from slime_core.config.rollout import RewardPolicy, RolloutConfig
 from slime_core.contracts.reward import Outcome
 from slime_core.errors import RewardError, unknown_name
 from slime_core.rollout.failures import with_failure
-from slime_core.rollout.rewards import Verdict, is_scored, part_of
+from slime_core.rollout.rewards import Verdict
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 
@@ -60,14 +60,6 @@ class ScoringPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FailedScoring:
-    """A sample that could not be scored, and that the run goes on without."""
-
-    sample: Sample
-    error: RewardError
-
-
 class Judge(Protocol):
     """The pool, or what stands for it."""
 
@@ -78,25 +70,26 @@ class Judge(Protocol):
 
 async def score_group(
     pool: Judge, plan: ScoringPlan, group: SampleGroup
-) -> tuple[SampleGroup, Sequence[FailedScoring]]:
-    """The group with rewards, and the samples that the plan's policies had to decide about. Aborted and failed samples,
-    and those that have a reward already, are not scored. RewardError where the policy is `error`."""
+) -> tuple[SampleGroup, Mapping[int, RewardError]]:
+    """The group with rewards, and why samples could not be scored, by place: the plan's policies say what becomes of those.
+    Aborted, failed and already rewarded samples are not scored. RewardError where the policy is `error`."""
     asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
     if not asked:
-        return group, ()
+        return group, {}
     chosen = {n: choose(plan, group.samples[n]) for n in asked}
-    members = {r.label: [n for n in asked if r.label in chosen[n]] for r in plan.rewards}
+    members = [[n for n in asked if reward.label in chosen[n]] for reward in plan.rewards]
+    parts = [replace(group, samples=tuple(group.samples[n] for n in places)) for places in members]
     answers = await asyncio.gather(
         *(
-            pool.judge(r.spec, part_of(group, members[r.label]), r.reward_key, retries=plan.retries)
-            for r in plan.rewards
+            pool.judge(reward.spec, part, reward.reward_key, retries=plan.retries)
+            for reward, part in zip(plan.rewards, parts, strict=True)
         )
     )
     verdicts: dict[int, dict[str, Verdict]] = {n: {} for n in asked}
-    for reward, of_reward in zip(plan.rewards, answers, strict=True):
-        for n, verdict in zip(members[reward.label], of_reward, strict=True):
+    for reward, places, of_reward in zip(plan.rewards, members, answers, strict=True):
+        for n, verdict in zip(places, of_reward, strict=True):
             verdicts[n][reward.label] = verdict
-    samples, failed, failures = list(group.samples), [], {}
+    samples, failures = list(group.samples), {}
     for n in asked:
         failure = next((v.failure for v in verdicts[n].values() if v.failure is not None), None)
         if failure is None:
@@ -105,16 +98,19 @@ async def score_group(
         policy = plan.policies.get(failure.outcome, "error")
         if policy == "error":
             raise failure
-        failed.append(FailedScoring(samples[n], failure))
         failures[n] = failure
         samples[n] = without_reward(samples[n], policy)
-    if failed and all(sample.reward is None for sample in samples):
+    if failures and all(sample.reward is None for sample in samples):
         # Nothing is left of it to learn from, or to compare with.
         samples = [without_reward(sample, "fail_sample") for sample in samples]
     for n, failure in failures.items():
         if samples[n].status is Status.FAILED:
             samples[n] = with_failure(samples[n], failure)
-    return replace(group, samples=tuple(samples)), failed
+    return replace(group, samples=tuple(samples)), failures
+
+
+def is_scored(sample: Sample) -> bool:
+    return sample.reward is None and sample.status not in (Status.ABORTED, Status.FAILED)
 
 
 def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
@@ -135,8 +131,7 @@ def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
 
 
 def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Verdict]) -> Sample:
-    """The weighted sum. With several rewards in the run each one's own number is kept as a part, and its named numbers
-    under its name."""
+    """The weighted sum. Of several rewards each one's own number is kept as a part, and its named numbers under its name."""
     if len(plan.rewards) == 1:
         (verdict,) = verdicts.values()
         parts = dict(verdict.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,15 +17,15 @@ AT_ONCE: Final = 64
 """Sequences of a message: an engine has the next one before the last is done."""
 
 
+@dataclass(eq=False, repr=False)
 class EngineScorer:
-    """Samples are dealt to the engines in turn, a message at a time. What an engine that is lost was asked is asked of another
-    one, where engines are watched."""
+    """Samples are dealt to the engines in turn, a message at a time. Where engines are watched, a message that is lost with
+    its engine is sent to another one, `max_losses` times. `name`: of the row in the engines table."""
 
-    def __init__(self, name: str, engines: ServedEngines, *, max_losses: int) -> None:
-        """`name`: of the row in the engines table. `max_losses`: how often a message may be lost with its engine."""
-        self.engines = engines
-        self._name = name
-        self._max_losses = max_losses
+    name: str
+    engines: ServedEngines
+    _: KW_ONLY
+    max_losses: int
 
     async def log_probs(self, batch: Batch) -> Float32:
         """(M,) over the batch's response tokens, at temperature 1. EngineError if an engine fails or answers amiss."""
@@ -43,19 +44,19 @@ class EngineScorer:
         answers = await self._ask(number, sequences, counts)
         if [len(answer) for answer in answers] != counts:
             raise EngineError(
-                f"engines.{self._name}: an engine was asked for {counts[:8]} ... log-probs and gave others."
+                f"engines.{self.name}: an engine was asked for {counts[:8]} ... log-probs and gave others."
             )
         column[batch.response_rows(samples)] = np.concatenate(answers)
 
     async def _ask(self, number: int, sequences: Sequence[Any], counts: Sequence[int]) -> Sequence[Any]:
         client = self.engines.client
-        for _ in range(self._max_losses + 1):
+        for _ in range(self.max_losses + 1):
             await client.serving()
             index = client.indices[number % len(client.indices)]
             if answered := await client.ask_one(index, "score", sequences, counts):
                 answers: Sequence[Any] = answered[0]
                 return answers
         raise EngineError(
-            f"engines.{self._name}: {len(sequences)} sequences were lost {self._max_losses + 1} times with the engine that "
-            f"had them (--max-retries {self._max_losses})."
+            f"engines.{self.name}: {len(sequences)} sequences were lost {self.max_losses + 1} times with the engine that "
+            f"had them (--max-retries {self.max_losses})."
         )

@@ -81,8 +81,16 @@ class RolloutTrace:
     def add(self, trace: GroupTrace) -> None:
         if trace.scope == "train":
             self._trained.append(trace)
-        if self._path is not None:
-            self._write(self._path, trace)
+        if self._path is None:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            for answer in trace.answers:
+                self._file.write(json.dumps(line(trace, answer)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(self._path, error) from error
 
     def metrics(self) -> dict[str, float]:
         """Of the training groups that ended since this was last asked."""
@@ -109,16 +117,6 @@ class RolloutTrace:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, path: Path, trace: GroupTrace) -> None:
-        try:
-            if self._file is None:
-                self._file = path.open("a", encoding="utf-8")
-            for answer in trace.answers:
-                self._file.write(json.dumps(line(trace, answer)) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise storage_error(path, error) from error
-
 
 def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
     return {
@@ -138,9 +136,6 @@ def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
 
 def speculation(turns: Sequence[Turn]) -> dict[str, float]:
     """Means of what engines with speculative decoding tell."""
-    found: dict[str, list[float]] = {}
-    for turn in turns:
-        for name in ("spec_accept_rate", "spec_accept_length"):
-            if name in turn.extra:
-                found.setdefault(f"rollout/{name}", []).append(turn.extra[name])
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    names = ("spec_accept_rate", "spec_accept_length")
+    told = {name: [turn.extra[name] for turn in turns if name in turn.extra] for name in names}
+    return {f"rollout/{name}": float(np.mean(values)) for name, values in told.items() if values}

@@ -50,19 +50,15 @@ class WaitingRequests:
             return None
         _, engines = min(heads)
         _, (_, request) = self._queues[engines].popitem(last=False)
-        self._forget_empty([engines])
+        if not self._queues[engines]:
+            del self._queues[engines]
         return request
 
     def take(self, request_ids: Iterable[str]) -> list[GenerateRequest]:
         """Removes those that wait, and gives them, oldest first."""
         taken = [queue.pop(name) for name in request_ids for queue in self._queues.values() if name in queue]
-        self._forget_empty(list(self._queues))
+        self._queues = {engines: queue for engines, queue in self._queues.items() if queue}
         return [request for _, request in sorted(taken, key=lambda entry: entry[0])]
 
     def clear(self) -> None:
         self._queues.clear()
-
-    def _forget_empty(self, keys: Iterable[Engines]) -> None:
-        for key in keys:
-            if not self._queues[key]:
-                del self._queues[key]

@@ -16,8 +16,7 @@ from slime_core.types.weights import Bucket
 def buckets_of(
     layers: Iterable[Mapping[str, Tensor] | None], *, version: int, bucket_bytes: int
 ) -> Iterator[Bucket | None]:
-    """Rank 0 gives a bucket as soon as one is full, and holds one back to know which is the last. The other ranks give
-    one None per layer."""
+    """Rank 0 gives a bucket as soon as one is full, but holds one back to know the last. The others give None per layer."""
     pending: list[tuple[str, Tensor]] = []
     size = index = 0
     for layer in layers:

@@ -34,8 +34,7 @@ ENGINES: Final[Mapping[Phase, frozenset[Memory]]] = {
     Phase.TRAIN: frozenset(),
     Phase.SYNC: frozenset({Memory.WEIGHTS}),
 }
-"""What engines hold. Trainers need no table: they hold everything within a turn, their weights within one for SYNC, and
-nothing in ROLLOUT."""
+"""What engines hold. Trainers hold everything within a turn, their weights within one for SYNC, and nothing in ROLLOUT."""
 
 
 class Residency:

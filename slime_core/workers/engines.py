@@ -44,8 +44,7 @@ async def start_engines(
     with_engine: bool,
     first: asyncio.Task[Any] | None,
 ) -> StartedEngines:
-    """The policy's, behind `middlewares`, if it is to have any; and those of other models. `first`: what has to be there
-    before."""
+    """The policy's, behind `middlewares`, if it is to have any; and other models'. `first`: what has to be there before."""
     if first is not None:
         await asyncio.wait({first})
     run = specs.run

@@ -27,10 +27,9 @@ class Launcher(ABC):
 
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
-        """One worker per spec, in their order; not set up yet. Fills in what only the launcher knows (rendezvous).
-
-        Specs are by role, then by rank. Roles of one call have equally many ranks, and rank r of each stands on the
-        same device; another call gets other devices."""
+        """One worker per spec, in their order; not set up yet. Fills in what only the launcher knows (rendezvous). Specs are by
+        role, then by rank. Roles of one call have equally many ranks, and rank r of each stands on the same device; another
+        call gets other devices."""
 
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
@@ -39,8 +38,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def end_engine(self, index: int) -> None:
-        """Ends an engine hard, in whatever state it is, also in the middle of its start. It gives back the memory that it
-        held. Of one that was ended already nothing is left to do."""
+        """Ends an engine hard in whatever state, also starting, and frees its memory. Does nothing to one that was ended."""
 
     @abstractmethod
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:

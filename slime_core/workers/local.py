@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from slime_core.contracts.engine import EngineInfo
 from slime_core.rollout.engine_slot import EngineHandle
-from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.workers.engine_worker import EngineWorker, EngineWorkerSpec
 from slime_core.workers.launcher import Launcher, RankHandle
 from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
@@ -37,47 +36,32 @@ class LocalRank:
             yield item
 
 
-class LocalEngine:
-    """An engine in this event loop."""
-
-    def __init__(self, worker: EngineWorker) -> None:
-        self._worker = worker
-
-    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
-        return self._worker.generate(requests)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._worker.call(method, *args)
-
-
 class LocalLauncher(Launcher):
     """One rank for each trained role, any number of engines."""
 
     def __init__(self) -> None:
         self._threads: list[ThreadPoolExecutor] = []
         self._ranks: list[LocalRank] = []
-        self._engines: list[LocalEngine | None] = []
+        self._engines: list[EngineWorker | None] = []
         """None: ended, and none in its place yet."""
         self._specs: list[EngineWorkerSpec] = []
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
-        ranks: list[RankHandle] = []
+        before = len(self._ranks)
         for spec in specs:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{spec.setup.role}-{spec.setup.rank}")
             self._threads.append(thread)
             worker = await asyncio.get_running_loop().run_in_executor(thread, TrainWorker, spec)
-            rank = LocalRank(worker, thread)
-            self._ranks.append(rank)
-            ranks.append(rank)
-        return ranks
+            self._ranks.append(LocalRank(worker, thread))
+        return self._ranks[before:]
 
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         infos, started = [], []
         for spec in specs:
-            worker = EngineWorker(spec)
-            infos.append(await worker.start())
-            started.append(LocalEngine(worker))
-            self._engines.append(started[-1])
+            engine = EngineWorker(spec)
+            infos.append(await engine.start())
+            started.append(engine)
+            self._engines.append(engine)
             self._specs.append(spec)
         return started, infos
 
@@ -93,9 +77,8 @@ class LocalLauncher(Launcher):
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         await self.end_engine(index)
-        worker = EngineWorker(self._specs[index])
-        engine = self._engines[index] = LocalEngine(worker)
-        return engine, await worker.start()
+        engine = self._engines[index] = EngineWorker(self._specs[index])
+        return engine, await engine.start()
 
     def share(self, value: Any) -> Any:
         return value

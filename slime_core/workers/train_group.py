@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,55 +54,44 @@ class Dispatch:
     shards: tuple[Shard, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Trainers:
     """Driver-side face of a role. What makes its ranks work is called within `turn`."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        ranks: Sequence[RankHandle],
-        layouts: Sequence[Layout],
-        *,
-        limits: TrainerLimits,
-        shape: ModelShape,
-        devices: Devices | None = None,
-    ) -> None:
-        """`devices`: shared with other roles; by default this role's alone."""
-        self._launcher = launcher
-        self._ranks = tuple(ranks)
-        self._layouts = tuple(layouts)
-        self._limits = limits
-        self._shape = shape
-        self._dp_size = layouts[0].dp_size
-        self._devices = devices or Devices()
-
-    @property
-    def devices(self) -> Devices:
-        return self._devices
+    launcher: Launcher
+    ranks: Sequence[RankHandle]
+    layouts: Sequence[Layout]
+    _: KW_ONLY
+    limits: TrainerLimits
+    shape: ModelShape
+    devices: Devices = field(default_factory=Devices)
+    """May be shared with other roles."""
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """The devices are this role's inside."""
-        return self._devices.turn(self)
+        return self.devices.turn(self)
 
     async def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every rank at once."""
-        return await gather_ranks([rank.call(method, *args, **kwargs) for rank in self._ranks])
+        # The first failure is raised at once: the other ranks may then wait for ever in a collective.
+        return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self.ranks))
 
     def dispatch(self, batch: Batch, step_of_sample: Int64) -> Dispatch:
         """Plans the batch and shares each data-parallel rank's columns, once."""
+        dp_size = self.layouts[0].dp_size
         lengths = batch.total_length.astype(np.int64)
         plans = [
             plan_step(
                 np.flatnonzero(step_of_sample == step),
                 lengths,
-                dp_size=self._dp_size,
-                limits=self._limits.train,
-                shape=self._shape,
-                balance=self._limits.balance,
+                dp_size=dp_size,
+                limits=self.limits.train,
+                shape=self.shape,
+                balance=self.limits.balance,
             )
             for step in range(int(step_of_sample.max()) + 1)
         ]
-        samples = [np.concatenate([plan.samples_of(rank) for plan in plans]) for rank in range(self._dp_size)]
+        samples = [np.concatenate([plan.samples_of(rank) for plan in plans]) for rank in range(dp_size)]
         scoring = self._scoring_plans([lengths[chosen] for chosen in samples])
         shards = []
         for rank, chosen in enumerate(samples):
@@ -114,24 +103,24 @@ class Trainers:
                     micros.append(np.arange(start, start + len(micro)))
                     start += len(micro)
                 steps.append(tuple(micros))
-            shared = self._launcher.share(batch.take(chosen))
+            shared = self.launcher.share(batch.take(chosen))
             shards.append(Shard(samples=chosen, steps=tuple(steps), scoring=scoring[rank], shared=shared))
         return Dispatch(batch=batch, shards=tuple(shards))
 
     def forward_tflop(self, batch: Batch) -> float:
         """10^12 floating-point operations of one forward over the batch, of each of the role's ranks."""
-        return float(self._shape.forward_flops(batch.total_length).sum()) / len(self._ranks) / 1e12
+        return float(self.shape.forward_flops(batch.total_length).sum()) / len(self.ranks) / 1e12
 
     async def score(self, dispatch: Dispatch, *, weights: str = ACTOR, entropy: bool = False) -> Mapping[str, Float32]:
         """Columns over the batch's response tokens, in the batch's order."""
-        answers = await gather_ranks(
-            [
+        answers = await asyncio.gather(
+            *(
                 rank.call("score", shard.shared, shard.scoring, weights=weights, entropy=entropy)
                 for rank, shard in self._with_shards(dispatch)
-            ]
+            )
         )
         columns: dict[str, Float32] = {}
-        for layout, answer in zip(self._layouts, answers, strict=True):
+        for layout, answer in zip(self.layouts, answers, strict=True):
             if not layout.reports:
                 continue
             rows = dispatch.batch.response_rows(dispatch.shards[layout.dp_rank].samples)
@@ -144,20 +133,20 @@ class Trainers:
     async def train(self, dispatch: Dispatch, columns: TokenColumns) -> list[Mapping[str, float]]:
         """One optimiser step after the other; metrics of each, over all ranks."""
         shared = [
-            self._launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
+            self.launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
         ]
-        reports: list[list[StepReport]] = await gather_ranks(
-            [
+        reports: list[list[StepReport]] = await asyncio.gather(
+            *(
                 rank.call("train", shard.shared, shared[layout.dp_rank], shard.steps)
-                for (rank, shard), layout in zip(self._with_shards(dispatch), self._layouts, strict=True)
-            ]
+                for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
+            )
         )
         return [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
 
     async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """All ranks export in step; yields rank 0's buckets, or references to them."""
-        others = [asyncio.create_task(drain(rank, version, bucket_bytes)) for rank in self._ranks[1:]]
-        async for bucket in self._ranks[0].stream("export_weights", version, bucket_bytes):
+        others = [asyncio.create_task(drain(rank, version, bucket_bytes)) for rank in self.ranks[1:]]
+        async for bucket in self.ranks[0].stream("export_weights", version, bucket_bytes):
             yield bucket
         await asyncio.gather(*others)
 
@@ -183,22 +172,20 @@ class Trainers:
         await self.each("load", folder)
 
     def _with_shards(self, dispatch: Dispatch) -> list[tuple[RankHandle, Shard]]:
-        return [
-            (rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self._ranks, self._layouts, strict=True)
-        ]
+        return [(rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self.ranks, self.layouts, strict=True)]
 
     def _scoring_plans(self, lengths_of_rank: Sequence[Int64]) -> list[tuple[Int64, ...]]:
-        """Forwards without gradient: each rank packs its own samples, then all get equally many micro-batches."""
-        limits = self._limits.score
+        """Forwards without gradient: each rank packs its own samples; empty micro-batches make all ranks' counts equal."""
+        limits = self.limits.score
         packed = [pack(np.arange(len(lengths)), lengths, limits) for lengths in lengths_of_rank]
         most = max(max(len(micros) for micros in packed), 1)
         count = -(-most // limits.multiple) * limits.multiple
-        filled = [fill_up(micros, count) for micros in packed]
-        return [tuple(micros) for micros in filled]
+        empty = np.empty(0, np.int64)
+        return [(*micros, *[empty] * (count - len(micros))) for micros in packed]
 
     def _join(self, reports: Sequence[StepReport]) -> Mapping[str, float]:
         sums: dict[str, float] = {}
-        for layout, report in zip(self._layouts, reports, strict=True):
+        for layout, report in zip(self.layouts, reports, strict=True):
             if layout.reports:
                 for name, value in report.sums.items():
                     sums[name] = sums.get(name, 0.0) + value
@@ -209,16 +196,6 @@ class Trainers:
             "lr-pg_0": first.lr,
             "skipped_steps": float(any(report.skipped for report in reports)),
         }
-
-
-def fill_up(micros: Sequence[Int64], count: int) -> list[Int64]:
-    """`count` micro-batches: the given ones, and empty ones for the rest."""
-    return [*micros, *(np.empty(0, np.int64) for _ in range(count - len(micros)))]
-
-
-async def gather_ranks(calls: Sequence[Any]) -> list[Any]:
-    """All results; the first failure is raised at once, since the other ranks may then wait for ever in a collective."""
-    return list(await asyncio.gather(*calls))
 
 
 async def drain(rank: RankHandle, version: int, bucket_bytes: int) -> None:

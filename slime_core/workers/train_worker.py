@@ -22,6 +22,7 @@ from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_core.types.weights import Bucket
 from slime_core.workers.agreement import Agreement
@@ -95,10 +96,7 @@ class TrainWorker:
         self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
     ) -> Mapping[str, Float32]:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
-        packed = [
-            pack_micro_batch(shard, samples, temperature=self._spec.temperature, pixels=self._pixels)
-            for samples in micros
-        ]
+        packed = self._packed(shard, micros)
         columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
             scored = self._backend.score(packed, weights=weights, entropy=entropy)
@@ -115,14 +113,13 @@ class TrainWorker:
         reports = []
         with self._profile.around("train_actor"):
             for micros in steps:
-                packed = [
-                    pack_micro_batch(
-                        shard, samples, columns=columns, temperature=self._spec.temperature, pixels=self._pixels
-                    )
-                    for samples in micros
-                ]
+                packed = self._packed(shard, micros, columns)
                 reports.append(self._backend.train_step(packed, self._objective))
         return reports
+
+    def _packed(self, shard: Batch, micros: Sequence[Int64], columns: TokenColumns | None = None) -> list[MicroBatch]:
+        pack = partial(pack_micro_batch, columns=columns, temperature=self._spec.temperature, pixels=self._pixels)
+        return [pack(shard, samples) for samples in micros]
 
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[Bucket | None]:
         """Every rank must exhaust it: rank 0 gives the buckets, the others None."""

@@ -80,10 +80,9 @@ class ScriptedRunner:
         number = of_prompt.group_index
         self.started.append(number)
         self.kept[number] = kept
-        stop = asyncio.Event()
-        return RunningGroup(
-            prompt=of_prompt, episodes=[], stop=stop, task=asyncio.create_task(self._run(of_prompt, stop))
-        )
+        group = RunningGroup(prompt=of_prompt)
+        group.task = asyncio.create_task(self._run(of_prompt, group.stop))
+        return group
 
     async def _run(self, of_prompt, stop):
         number = of_prompt.group_index

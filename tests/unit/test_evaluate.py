@@ -28,7 +28,9 @@ class Runner:
         self.prompts.append(prompt)
         task = asyncio.create_task(self._run(prompt))
         self.tasks.append(task)
-        return RunningGroup(prompt=prompt, episodes=[], stop=asyncio.Event(), task=task)
+        group = RunningGroup(prompt=prompt)
+        group.task = task
+        return group
 
     async def _run(self, prompt):
         number = prompt.group_index

@@ -14,6 +14,7 @@ from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.rewards import OwnLimit, RewardPool
+from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import Status
 
 PLUGIN = """
@@ -214,9 +215,15 @@ def spec(name):
     return PartSpec(group="slime.rewards", name=f"mine.py/{name}", options={})
 
 
+async def score(pool, spec, group, key):
+    """By this reward alone, which is to fail for no sample."""
+    plan = ScoringPlan(rewards=(WeightedReward(spec=spec, label="it", reward_key=key),))
+    return (await score_group(pool, plan, group))[0]
+
+
 async def told(pool, name, group, key=None):
     with pytest.raises(RewardError) as caught:
-        await pool.score(spec(name), group, key)
+        await score(pool, spec(name), group, key)
     return str(caught.value)
 
 
@@ -225,7 +232,7 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited,
     pool = unlimited
     await pool.warm(spec("by_index"))
     unscored = unscored_group(make_group)
-    scored = await pool.score(spec("by_index"), unscored, None)
+    scored = await score(pool, spec("by_index"), unscored, None)
     assert [sample.reward for sample in scored.samples] == [0, None, 99.0, None, 40]
     assert unscored.samples[0].reward is None
 
@@ -242,7 +249,7 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited,
     assert """returned no "f1" (--reward-key); there is ['acc', 'score'].""" in await told(
         pool, "several", unscored, "f1"
     )
-    chosen = await pool.score(spec("several"), unscored, "score")
+    chosen = await score(pool, spec("several"), unscored, "score")
     assert [sample.reward for sample in chosen.samples] == [0, None, 99.0, None, 4]
     assert chosen.samples[4].reward_parts == {"score": 4.0, "acc": 0.5}
     with pytest.raises(ValueError, match="no model there"):
@@ -258,11 +265,11 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited,
         assert (await told(pool, "hanging", unscored)).endswith(
             "no answer within 1 s. Raise --reward-timeout, or --on-reward-failure fail_sample to go on without it."
         )
-    again = await pool.score(spec("by_index"), unscored, None)
+    again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
     assert "its worker process died (exit code 3)." in await told(pool, "dying", unscored)
     assert "its worker process died (exit code 4)." in await told(pool, "ending", unscored)
-    again = await pool.score(spec("by_index"), unscored, None)
+    again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
 
 
@@ -272,7 +279,7 @@ async def test_a_worker_that_dies_while_nobody_asks_is_replaced_and_nobody_is_to
     await pool.warm(spec("pid"))
     workers = []
     for _ in range(2):
-        scored = await pool.score(spec("pid"), unscored_group(make_group), None)
+        scored = await score(pool, spec("pid"), unscored_group(make_group), None)
         workers.append(int(scored.samples[0].reward))
         os.kill(workers[-1], signal.SIGKILL)
         pool._processes[0]._process.join()
@@ -284,11 +291,11 @@ async def test_one_that_nobody_waits_for_is_killed_alone(files, make_group):
     try:
         for name in ("pid", "asleep"):
             await pool.warm(spec(name))
-        left = asyncio.ensure_future(pool.score(spec("asleep"), unscored_group(make_group), None))
-        kept = asyncio.ensure_future(pool.score(spec("asleep"), unscored_group(make_group), None))
+        left = asyncio.ensure_future(score(pool, spec("asleep"), unscored_group(make_group), None))
+        kept = asyncio.ensure_future(score(pool, spec("asleep"), unscored_group(make_group), None))
         await asyncio.to_thread(both_work, pool)
         left.cancel()
-        scored = await asyncio.wait_for(pool.score(spec("pid"), unscored_group(make_group), None), 60)
+        scored = await asyncio.wait_for(score(pool, spec("pid"), unscored_group(make_group), None), 60)
         assert scored.samples[0].reward > 0
         assert not kept.done()
         kept.cancel()
@@ -302,11 +309,11 @@ async def test_what_one_group_does_concerns_no_other(files, make_group):
     pool = RewardPool(files, workers=1, timeout_s=2.0)
     try:
         await pool.warm(spec("moody"))
-        await pool.score(spec("moody"), unscored_group(make_group), None)
+        await score(pool, spec("moody"), unscored_group(make_group), None)
         moods = ["", "raising", "", "hanging", "dying", ""]
         groups = [in_mood(unscored_group(make_group), mood) for mood in moods]
         one_spec = spec("moody")
-        scoring = [pool.score(one_spec, group, None) for group in groups]
+        scoring = [score(pool, one_spec, group, None) for group in groups]
         results = await asyncio.gather(*scoring, return_exceptions=True)
         kinds = [RewardError, RewardTimeout, RewardUnavailable]
         assert [type(result) for result in results if isinstance(result, Exception)] == kinds
@@ -324,12 +331,12 @@ async def test_a_parcel_that_nobody_waits_for_is_given_up(unlimited, make_group)
     pool = unlimited
     await pool.warm(spec("asleep"), own=OwnLimit(seconds=lambda num_samples: 500.0))
     one_spec = spec("asleep")
-    scoring = [asyncio.ensure_future(pool.score(one_spec, unscored_group(make_group), None)) for _ in range(2)]
+    scoring = [asyncio.ensure_future(score(pool, one_spec, unscored_group(make_group), None)) for _ in range(2)]
     await asyncio.sleep(0.1)
     for task in scoring:
         task.cancel()
     began = time.monotonic()
-    again = await pool.score(spec("by_index"), unscored_group(make_group), None)
+    again = await score(pool, spec("by_index"), unscored_group(make_group), None)
     assert again.samples[4].reward == 40
     # Well before the time limit of the two.
     assert time.monotonic() - began < 120
@@ -356,7 +363,7 @@ async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(unlim
     await unlimited.warm(spec("slow_to_build"), own=a_second)
     await unlimited.warm(spec("hanging"), own=a_second)
     assert "no answer" in await told(unlimited, "hanging", unscored_group(make_group))
-    scored = await unlimited.score(spec("slow_to_build"), unscored_group(make_group), None)
+    scored = await score(unlimited, spec("slow_to_build"), unscored_group(make_group), None)
     assert scored.samples[0].reward == 1
 
 
@@ -381,26 +388,26 @@ async def test_a_group_is_scored_again_by_the_servers_that_came(files, make_grou
     pool.engines = Engines(1, 3, 8)
     try:
         await pool.warm(spec("asks"), asks_engines=True)
-        scored = await pool.score(spec("asks"), unscored_group(make_group), None)
+        scored = await score(pool, spec("asks"), unscored_group(make_group), None)
         assert [sample.reward for sample in scored.samples] == [8, None, 99.0, None, 8]
         # Where nothing was lost with its servers, a failure is one.
         pool.engines = Engines(3)
         with pytest.raises(RewardTimeout, match="port 3 says nothing"):
-            await pool.score(spec("asks"), unscored_group(make_group), None)
+            await score(pool, spec("asks"), unscored_group(make_group), None)
     finally:
         pool.close()
 
 
 async def test_an_unknown_reward_is_told(pool, make_group):
     with pytest.raises((RewardError, PluginError), match="nowhere"):
-        await pool.score(spec("nowhere"), unscored_group(make_group), None)
+        await score(pool, spec("nowhere"), unscored_group(make_group), None)
 
 
 async def test_nothing_to_score_asks_nobody(make_group):
     pool = RewardPool((), workers=1, timeout_s=1)
     try:
         group = make_group([1.0, None])
-        assert await pool.score(spec("by_index"), group, None) is group
+        assert await score(pool, spec("by_index"), group, None) is group
     finally:
         pool.close()
 

@@ -33,7 +33,7 @@ class Service:
         """An answer that is asked for; the task ends with its samples."""
         client = client_of(ScriptedEngine(vocab_size=vocab_size()))
         episode = episode_of(client, number, stop=stop, **options)
-        episode._versions = lambda: versions
+        episode.trained_versions = lambda: versions
         self.tasks.append(asyncio.create_task(self.generator.generate(episode)))
         return self.tasks[-1]
 
@@ -218,7 +218,7 @@ async def test_tokens_are_those_of_the_policy_that_their_agent_had(tmp_path, lat
         # One that nobody was given yet, such as that of a run before this one.
         assert (await s.push("train-12", **RESPONSE))[1]["code"] == "stale"
         (given,) = await s.take()
-        s.board.find(given["ticket"]).episode._versions = lambda: trained[1]
+        s.board.find(given["ticket"]).episode.trained_versions = lambda: trained[1]
         clock.now = 10.0
         _, again = await s.take(2)
         assert (given["version"], again["version"]) == (3, 7)

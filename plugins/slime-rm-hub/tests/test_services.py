@@ -128,10 +128,11 @@ async def test_a_slow_and_healthy_service_has_its_time(scripted: Any, make_group
     pool = RewardPool((), workers=1)
     try:
         await pool.warm(spec, own=OwnLimit(seconds=partial(Remote.timeout_s, config)))
-        scored = await pool.score(spec, make_group("4", *"abcdefghijklmnopq"), None)
+        group = make_group("4", *"abcdefghijklmnopq")
+        verdicts = await pool.judge(spec, group, None)
     finally:
         pool.close()
-    assert [sample.reward for sample in scored.samples] == [1.0] * 17
+    assert [verdict.value for verdict in verdicts] == [1.0] * 17
 
 
 def test_a_classifier_reads_prompt_and_response(scripted: Any, make_group: Any) -> None:

@@ -18,10 +18,10 @@ from slime_core.contracts.collector import Collector, CollectorEvent
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.group_filtering import check_limit, data_ended, goes_back, marked, verdict
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
-from slime_core.rollout.staleness import is_stale, mask_stale
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 from slime_sources.pool_events import News, NewsKind, PoolRecord
+from slime_sources.staleness import is_stale, mask_stale
 
 ABORT_INTERVAL_S: Final = 3.0
 """An abort is repeated until every task has ended: one may have missed a request on its way to an engine."""
