@@ -70,7 +70,7 @@ class FunctionKl(KlEstimator):
 
 
 def as_method(contract: type, method: str) -> Callable[[Function], Any]:
-    """What makes an object of a contract with one method of the function that is this method."""
+    """Turns a plain function into an object of the contract: the function is its one method, of this name."""
     return lambda function: type(function.__name__, (contract,), {method: staticmethod(function)})()
 
 
