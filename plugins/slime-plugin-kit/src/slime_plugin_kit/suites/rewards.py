@@ -123,6 +123,7 @@ def test_scores_the_same_in_a_worker_process(case: Case, pools: dict[object, Rew
     for group in groups_of(case):
         here = numbers(case, group)
         key = key_of(case, list(case.build().score(group)))
-        there = run(pools[files].score(case.part.spec(), group, key))
-        got = [sample.reward for sample in there.samples if sample.reward is not None]
+        there = run(pools[files].judge(case.part.spec(), group, key))
+        assert not (failed := [verdict.failure for verdict in there if verdict.failure is not None]), failed
+        got = [verdict.value for verdict in there if verdict.value is not None]
         require_same("rewards from a worker process", got, here, tolerance=0)
