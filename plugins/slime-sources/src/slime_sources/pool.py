@@ -140,7 +140,7 @@ class GroupPool(Collector[RolloutContext]):
         items = [self._surplus(order, finished.item, finished.group) for finished in self._ready]
         before = await self._ended(members)
         try:
-            await self._break_off(order.context, [member for member in members if member not in before], patient)
+            await break_off(order.context, [member for member in members if member not in before], patient)
         finally:
             for member in members:
                 member.running.task.cancel()
@@ -289,18 +289,6 @@ class GroupPool(Collector[RolloutContext]):
         self.record.note(News(NewsKind.GIVE_BACK, ended=indices(ended), generated=indices(generated)))
         return ended
 
-    async def _break_off(self, context: RolloutContext, members: Sequence[Member], patient: bool) -> None:
-        """Ends their requests. Returns when their tasks have ended or wait for nothing but rewards; not `patient`: soon."""
-        groups = [member.running for member in members if not member.running.generated]
-        assert context.runner is not None or not groups
-        while running := [group for group in groups if not group.task.done()]:
-            assert context.runner is not None
-            await context.runner.abort(running)
-            await asyncio.wait([group.task for group in running], timeout=ABORT_INTERVAL_S)
-            if not patient:
-                # The run ends: what the engines had is aborted by now, and a tool may take as long as it likes.
-                return
-
     def _left_over(self, order: Order, member: Member, *, ended: bool) -> BufferItem:
         """What the buffer gets of a group that no step has taken. `ended`: by itself."""
         context, config = order.context, order.context.config
@@ -331,3 +319,16 @@ class GroupPool(Collector[RolloutContext]):
 
 def indices(members: Iterable[Member]) -> tuple[int, ...]:
     return tuple(sorted(member.item.prompt.group_index for member in members))
+
+
+async def break_off(context: RolloutContext, members: Sequence[Member], patient: bool) -> None:
+    """Ends their requests. Returns when their tasks have ended or wait for nothing but rewards; not `patient`: soon."""
+    groups = [member.running for member in members if not member.running.generated]
+    assert context.runner is not None or not groups
+    while running := [group for group in groups if not group.task.done()]:
+        assert context.runner is not None
+        await context.runner.abort(running)
+        await asyncio.wait([group.task for group in running], timeout=ABORT_INTERVAL_S)
+        if not patient:
+            # The run ends: what the engines had is aborted by now, and a tool may take as long as it likes.
+            return
