@@ -66,7 +66,6 @@ class TokenObjective:
         weight, mask = columns.loss_weight, micro.mask
         if weight is None:
             raise ValueError("a micro-batch to be trained on needs its loss_weight column")
-        old = log_probs.detach() if self.old_from_current and log_probs is not None else columns.old_log_probs
         everything = LossInputs(
             mask=mask,
             log_probs=log_probs,
@@ -74,7 +73,7 @@ class TokenObjective:
             entropy=entropy,
             advantages=columns.advantages,
             returns=columns.returns,
-            old_log_probs=old,
+            old_log_probs=self._old_log_probs(columns.old_log_probs, log_probs),
             old_values=columns.values,
             ref_log_probs=columns.ref_log_probs,
             rollout_log_probs=columns.rollout_log_probs,
@@ -110,6 +109,9 @@ class TokenObjective:
         stacked = torch.where(mask, torch.stack([value.to(weight.dtype) for value in metrics.values()]), 0.0)
         sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
         return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
+
+    def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
+        return log_probs.detach() if self.old_from_current and log_probs is not None else column
 
     def _kl(self, log_probs: Tensor, inputs: LossInputs) -> Tensor:
         if self.kl is None or inputs.ref_log_probs is None:

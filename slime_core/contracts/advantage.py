@@ -57,8 +57,7 @@ class AdvantageDriver(Driver[AdvantageEstimator]):
     accepts_kl_penalty: ClassVar[bool] = False
     """Whether a reward-side KL (kl_coef) enters it; if not, asking for one is a config error."""
     accepts_spans: ClassVar[bool] = False
-    """Whether it credits rewards of spans where they were earned (`Batch.token_reward`); if not, rewards that give some
-    are a config error."""
+    """Whether it credits rewards of spans where they were earned (`Batch.token_reward`); if not, they are a config error."""
 
     @classmethod
     def compares_group(cls, config: Any) -> bool:

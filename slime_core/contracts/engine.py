@@ -1,8 +1,7 @@
 """RolloutEngine: continues token sequences, with weights that a trainer brings.
 
 Calling order: `start`; `load_bucket` until the last one; any number of `generate` at once; for new weights `pause`,
-`load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may not block it for longer than one decode
-step.
+`load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may not block it longer than a decode step.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class Trajectory:
 
     @property
     def last_turn(self) -> npt.NDArray[np.int32]:
-        """What the model has written since the environment wrote last; more than one completion if a partial rollout went
-        on with it."""
+        """What the model has written since the environment wrote last; several completions if a partial rollout went on."""
         mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
         tokens = np.concatenate([np.empty(0, np.int32), *self._tokens])
         written_by_others = np.flatnonzero(mask == 0)

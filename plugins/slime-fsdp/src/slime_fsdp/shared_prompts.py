@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from slime_core.algorithm.packing import ragged_positions
+from slime_core.types.batch import ragged_positions
 from slime_core.types.microbatch import MicroBatch
 from slime_training.segment_table import Int64, SegmentTable
 
